@@ -5,8 +5,7 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_convert.cu -o build/bench_convert
        build/bench_convert [--quick] [--only check|store|layouts|mla|gather|transfer|general]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
-   8 sets of slots and rotating dense buffers. They are medians of repetitions in which the contenders take turns. GB/s
+   Times are microseconds per launch, as bench_gpu.h takes them, over 8 sets of slots and rotating dense buffers. GB/s
    counts bytes read plus bytes written, scales included. Values are random bf16 of magnitudes 2^-8 to 2^4, of which
    some saturate. Slots are int64, as both engines pass them; the gathers' page tables are int32.
 
@@ -24,10 +23,8 @@
 #include "opponents_convert.h"
 #include <cuda_fp16.h>
 
-static int64_t cache_bytes, dense_bytes; /* for K, and again for V */
-constexpr int sets_count = 8;
+static int64_t cache_bytes, dense_bytes;    /* for K, and again for V */
 constexpr int64_t scales_bytes = 512 * MiB; /* for K, and again for V, in memory of their own */
-constexpr int64_t copy_bytes = 256 * MiB;
 
 /* ---- where things lie ---- */
 
@@ -94,35 +91,23 @@ static void fill_dense()
 }
 
 /* Sets of slots: random rows, or random pages that are filled in order, as by a prompt. */
-struct slot_sets {
-    int64_t rows, count;
-    std::vector<int64_t> host;
-    on_device<int64_t> on_gpu;
+struct slot_sets : value_sets<int64_t> {
+    int64_t rows;
 
-    slot_sets(int64_t rows_, int64_t count_, int64_t page_rows = 0) : rows(rows_), count(count_)
+    slot_sets(int64_t rows_, int64_t count_, int64_t page_rows = 1) : rows(rows_)
     {
-        const int64_t pages = page_rows ? (count + page_rows - 1) / page_rows : count;
-        const index_sets random(page_rows ? rows / page_rows : rows, pages, sets_count, 5);
-        for (int set = 0; set < sets_count; set++)
+        const index_sets random(rows / page_rows, (count_ + page_rows - 1) / page_rows, sets_count, 5);
+        count = count_, sets = sets_count;
+        for (int set = 0; set < sets; set++)
             for (int64_t i = 0; i < count; i++)
-                host.push_back(page_rows ? random.host_set(set)[i / page_rows] * page_rows + i % page_rows
-                                         : random.host_set(set)[i]);
-        on_gpu = upload(host);
-    }
-    const int64_t *set(int i) const
-    {
-        return on_gpu.get() + i % sets_count * count;
+                host.push_back(random.host_set(set)[i / page_rows] * page_rows + i % page_rows);
+        device = upload(host);
     }
 };
 
 static std::string place(int64_t elements, int64_t tokens)
 {
     return std::to_string(elements) + " x " + std::to_string(tokens);
-}
-
-static int launches_for(double bytes)
-{
-    return bytes > 64e6 ? 24 : 64;
 }
 
 /* ---- what a move must give ---- */
@@ -141,7 +126,7 @@ struct plain_move {
     int64_t elements, count;
 };
 
-static int64_t size_of(kvprim_dtype type)
+__host__ __device__ static int64_t size_of(kvprim_dtype type)
 {
     return type == KVPRIM_F32 ? 4 : type == KVPRIM_F16 || type == KVPRIM_BF16 ? 2 : 1;
 }
@@ -249,10 +234,7 @@ __device__ static bool settle(char *at, uint32_t bits, int64_t bytes, bool poiso
 __global__ static void check_moves(const plain_move m, bool poison, bool inverse, found *sum)
 {
     const kvprim_format &to = m.dst.format, &from = m.src.format;
-    const int64_t to_size = to.dtype == KVPRIM_F32 ? 4 : to.dtype == KVPRIM_F16 || to.dtype == KVPRIM_BF16 ? 2 : 1;
-    const int64_t from_size = from.dtype == KVPRIM_F32                                ? 4
-                              : from.dtype == KVPRIM_F16 || from.dtype == KVPRIM_BF16 ? 2
-                                                                                      : 1;
+    const int64_t to_size = size_of(to.dtype), from_size = size_of(from.dtype);
     const bool compute = to.scale == KVPRIM_SCALE_TILE;
     const kvprim_format &scaled = to.scale ? to : from;
     const int64_t unit = scaled.scale == KVPRIM_SCALE_TILE || scaled.scale == KVPRIM_SCALE_HEAD ? scaled.tile
@@ -332,10 +314,64 @@ static found check_all(const std::vector<plain_move> &moves, bool poison, bool i
 
 /* ---- jobs and contenders ---- */
 
-/* What launch i moves, whoever does it. */
+/* A call of kvprim: its descriptor, and the formats that this points to. */
+struct call {
+    enum { STORE, GATHER, TRANSFER } what;
+    kvprim_store_desc store;
+    kvprim_gather_desc gather[2]; /* of what is converted, and of what is copied as it is */
+    int gathers;
+    kvprim_transfer_desc transfer;
+    kvprim_format from, to, to_v; /* from: of K and of V */
+    kvprim_preset preset;
+
+    std::vector<kvprim_move> moves() const
+    {
+        kvprim_move m[2] = {};
+        if (what == STORE)
+            check_kvprim(kvprim_store_moves(&store, m));
+        else if (what == TRANSFER)
+            check_kvprim(kvprim_transfer_moves(&transfer, m));
+        else
+            for (int n = 0; n < gathers; n++)
+                check_kvprim(kvprim_gather_moves(&gather[n], &m[n]));
+        return {m, m + (m[1].count > 0 ? 2 : 1)};
+    }
+    void enqueue(bool pdl, int32_t max_sms) const
+    {
+        const kvprim_cuda_launch launch = on_stream(pdl, max_sms);
+        if (what == STORE)
+            check_kvprim(kvprim_cuda_store(&store, &launch));
+        else if (what == TRANSFER)
+            check_kvprim(kvprim_cuda_transfer(&transfer, &launch));
+        else if (gathers == 1)
+            check_kvprim(kvprim_cuda_gather(&gather[0], &launch));
+        else
+            check_kvprim(kvprim_cuda_move(moves().data(), 2, &launch));
+    }
+};
+
+/* What launch i moves, whoever does it: the call that `build` fills in, which is zero before. */
 struct job {
     std::string name;
-    std::function<std::vector<plain_move>(int i)> moves;
+    std::function<void(call *, int i)> build;
+
+    std::unique_ptr<call> build_call(int i) const
+    {
+        auto c = std::make_unique<call>();
+        build(c.get(), i);
+        return c;
+    }
+    std::vector<plain_move> moves(int i) const
+    {
+        std::vector<plain_move> all;
+        for (const kvprim_move &m : build_call(i)->moves())
+            for (int32_t l = 0; l < m.layers; l++) {
+                all.push_back(plain_of(m));
+                all.back().dst.table.data = kvprim_side_layer(&m.dst, l);
+                all.back().src.table.data = kvprim_side_layer(&m.src, l);
+            }
+        return all;
+    }
 };
 
 static contender contend(const char *name, const job &j, const std::function<void(int)> &enqueue, bool inverse = false)
@@ -356,6 +392,13 @@ static contender contend(const char *name, const job &j, const std::function<voi
         exit(1);
     };
     return c;
+}
+
+static contender contend_kvprim(const char *name, const job &j, bool pdl = false, bool inverse = false,
+                                int32_t max_sms = 0)
+{
+    return contend(
+        name, j, [=](int i) { j.build_call(i)->enqueue(pdl, max_sms); }, inverse);
 }
 
 /* Measures, and returns the microseconds by the contenders' names. */
@@ -387,21 +430,6 @@ struct times {
         return rate(name) / rate(limit);
     }
 };
-
-static void print_number(double x, int width, int digits)
-{
-    if (std::isnan(x))
-        printf(" %*s", width, "-");
-    else
-        printf(" %*.*f", width, digits, x);
-}
-
-/* Targets of the points that exist. */
-static void add(std::vector<figure> *f, double value, const std::string &where)
-{
-    if (!std::isnan(value))
-        f->push_back({value, where});
-}
 
 /* ---- stores ---- */
 
@@ -471,13 +499,6 @@ struct shape {
     }
 };
 
-/* A descriptor, and the formats that it points to. */
-struct store_call {
-    kvprim_store_desc d;
-    kvprim_format source, k, v;
-    kvprim_preset preset;
-};
-
 static kvprim_format format_of(const shape &s, const memory &m, bool v)
 {
     kvprim_format f = {};
@@ -516,15 +537,15 @@ static kvprim_table cache_of(const shape &s, const memory &m, bool v, int64_t ro
 }
 
 /* Fills in a call that stores `tokens` tokens from byte `at` of the dense buffers on. */
-static void build_store(store_call *c, const shape &s, const memory &m, const int64_t *slot, int64_t rows,
-                        int64_t tokens, int64_t at)
+static void build_store(call *c, const shape &s, const memory &m, const int64_t *slot, int64_t rows, int64_t tokens,
+                        int64_t at)
 {
-    kvprim_store_desc &d = c->d;
-    memset(c, 0, sizeof *c);
-    c->source.dtype = s.source();
-    d.k = table_at(m.dense[0] + at, tokens, s.token_bytes());
-    d.k_bytes = s.what == DS_MLA_V4 ? 896 : s.token_bytes();
-    d.k.format = &c->source;
+    kvprim_store_desc &d = c->store;
+    c->what = call::STORE;
+    c->from.dtype = s.source();
+    d = store_of({}, table_at(m.dense[0] + at, tokens, s.token_bytes()), s.what == DS_MLA_V4 ? 896 : s.token_bytes(),
+                 slot, tokens);
+    d.k.format = &c->from;
     if (s.preset()) {
         check_kvprim(kvprim_preset_find(s.preset(), m.cache[0], rows, s.page_rows, s.page(), &c->preset));
         d.k_cache = c->preset.k_cache, d.v_cache = c->preset.v_cache;
@@ -533,16 +554,13 @@ static void build_store(store_call *c, const shape &s, const memory &m, const in
             d.v = s.what == DS_MLA_V4 ? table_at(m.dense[0] + at + 896, tokens, 1024)
                                       : table_at(m.dense[1] + at, tokens, 128);
     } else {
-        c->k = format_of(s, m, false), c->v = format_of(s, m, true);
+        c->to = format_of(s, m, false), c->to_v = format_of(s, m, true);
         d.k_cache = cache_of(s, m, false, rows), d.v_cache = cache_of(s, m, true, rows);
-        d.k_cache.format = &c->k, d.v_cache.format = &c->v;
+        d.k_cache.format = &c->to, d.v_cache.format = &c->to_v;
         d.v_bytes = s.what == MLA ? 128 : d.k_bytes;
         d.v = table_at(m.dense[1] + at, tokens, d.v_bytes);
-        d.v.format = &c->source;
+        d.v.format = &c->from;
     }
-    d.slot = slot;
-    d.slot_type = KVPRIM_I64;
-    d.count = tokens;
 }
 
 static convert_params params_of(const shape &s, const memory &m, const int64_t *slot, int64_t tokens, int64_t at)
@@ -567,33 +585,14 @@ static convert_params params_of(const shape &s, const memory &m, const int64_t *
 /* Where launch i reads. */
 static int64_t dense_at(int i, int64_t bytes)
 {
-    const int64_t region = (bytes + 255) / 256 * 256;
-    return i % (dense_bytes / region) * region;
+    return rotated(i, bytes, dense_bytes);
 }
 
 static job store_job(const shape &s, const slot_sets &slots, int64_t tokens)
 {
-    return {s.name + (" " + place(s.elements(), tokens)), [&s, &slots, tokens](int i) {
-                store_call c;
-                kvprim_move moves[2];
-                std::vector<plain_move> all;
-                build_store(&c, s, device, slots.set(i), slots.rows, tokens, dense_at(i, tokens * s.token_bytes()));
-                check_kvprim(kvprim_store_moves(&c.d, moves));
-                for (const kvprim_move &m : moves)
-                    if (m.count > 0)
-                        all.push_back(plain_of(m));
-                return all;
+    return {s.name + (" " + place(s.elements(), tokens)), [&s, &slots, tokens](call *c, int i) {
+                build_store(c, s, device, slots.set(i), slots.rows, tokens, dense_at(i, tokens * s.token_bytes()));
             }};
-}
-
-static std::function<void(int)> kvprim_store_of(const shape &s, const slot_sets &slots, int64_t tokens, bool pdl)
-{
-    return [&s, &slots, tokens, pdl](int i) {
-        const kvprim_cuda_launch launch = on_stream(pdl);
-        store_call c;
-        build_store(&c, s, device, slots.set(i), slots.rows, tokens, dense_at(i, tokens * s.token_bytes()));
-        check_kvprim(kvprim_cuda_store(&c.d, &launch));
-    };
 }
 
 /* Bytes of a row of each of `tensors` tensors, so that a plain move reads and writes `bytes` for each token; but a
@@ -613,30 +612,16 @@ static contender contend_plain(const char *name, const job &j, int64_t tokens, c
         bytes += bytes_of(m) / double(tokens);
     const int tensors = moves.size() == 2 && moves[1].elements == moves[0].elements ? 2 : 1;
     const int64_t row = plain_row(bytes, tensors), rows = std::min(slots.rows, cache_bytes / row);
-    const auto desc = [=, &slots](int i) {
-        const int64_t at = dense_at(i, tokens * row);
-        kvprim_store_desc d = {};
-        d.k_cache = table_at(device.cache[0], rows), d.k = table_at(device.dense[0] + at, tokens), d.k_bytes = row;
-        if (tensors == 2)
-            d.v_cache = table_at(device.cache[1], rows), d.v = table_at(device.dense[1] + at, tokens), d.v_bytes = row;
-        d.slot = slots.set(i), d.slot_type = KVPRIM_I64;
-        d.count = tokens;
-        return d;
-    };
-    const job plain = {"plain store of " + place(row, tokens), [=](int i) {
-                           const kvprim_store_desc d = desc(i);
-                           kvprim_move m[2];
-                           std::vector<plain_move> all;
-                           check_kvprim(kvprim_store_moves(&d, m));
-                           for (int n = 0; n < tensors; n++)
-                               all.push_back(plain_of(m[n]));
-                           return all;
+    const job plain = {"plain store of " + place(row, tokens), [=, &slots](call *c, int i) {
+                           const int64_t at = dense_at(i, tokens * row);
+                           const auto dense = [=](int kv) { return table_at(device.dense[kv] + at, tokens); };
+                           c->what = call::STORE;
+                           c->store = store_of(table_at(device.cache[0], rows), dense(0), row, slots.set(i), tokens);
+                           if (tensors == 2)
+                               c->store.v_cache = table_at(device.cache[1], rows), c->store.v = dense(1),
+                               c->store.v_bytes = row;
                        }};
-    return contend(name, plain, [=](int i) {
-        const kvprim_cuda_launch launch = on_stream(pdl);
-        const kvprim_store_desc d = desc(i);
-        check_kvprim(kvprim_cuda_store(&d, &launch));
-    });
+    return contend_kvprim(name, plain, pdl);
 }
 
 /* Rows of the cache that a store of s, and a plain one of as many bytes, can both have. */
@@ -657,11 +642,11 @@ static times measure_store(const shape &s, const slot_sets &slots, int64_t token
     std::vector<contender> c;
     const bool by_inverse = s.what == TOKEN_HEAD;
     for (const bool pdl : {false, true})
-        c.push_back(contend(pdl ? "kvprim+PDL" : "kvprim", j, kvprim_store_of(s, slots, tokens, pdl), by_inverse));
+        c.push_back(contend_kvprim(pdl ? "kvprim+PDL" : "kvprim", j, pdl, by_inverse));
     const auto theirs = [&s, &slots, tokens](convert_launch *launch, bool pdl) {
         return [&s, &slots, tokens, launch, pdl](int i) {
-            CUDA(
-                launch(params_of(s, device, slots.set(i), tokens, dense_at(i, tokens * s.token_bytes())), pdl, stream));
+            const int64_t at = dense_at(i, tokens * s.token_bytes());
+            CUDA(launch(params_of(s, device, slots.set(i), tokens, at), pdl, stream));
         };
     };
     if (s.vllm)
@@ -674,9 +659,10 @@ static times measure_store(const shape &s, const slot_sets &slots, int64_t token
     return times(c);
 }
 
-/* Everything that the targets are about. */
-struct store_figures {
-    std::vector<figure> vllm, best, sglang, sglang_off, limit, pdl; /* best: the better way / vLLM's */
+/* A line of a table of stores. */
+struct store_line {
+    std::string where;
+    times t;
 };
 
 static void print_store_head(const char *title)
@@ -685,42 +671,28 @@ static void print_store_head(const char *title)
            "vLLM", "SGLang", "/ vLLM", "/ SGL", "PDL", "SGLang", "/ vLLM", "/ SGL", "GB/s", "limit");
 }
 
-static times store_point(const shape &s, const slot_sets &slots, int64_t tokens, const char *order, store_figures *f)
+static void store_point(const shape &s, const slot_sets &slots, int64_t tokens, const char *order,
+                        std::vector<store_line> *lines)
 {
     const times t = measure_store(s, slots, tokens);
-    const std::string where = std::string(s.name) + " x " + std::to_string(tokens) + (*order ? " in pages" : "");
+    const double ours = t.us("kvprim"), vllm = t.us("vLLM"), sglang = t.us("SGLang");
+    const double ours_pdl = t.us("kvprim+PDL"), sglang_pdl = t.us("SGLang+PDL");
     printf("%-18s %5s %6lld", s.name, order, (long long)tokens);
-    for (const char *const name : {"kvprim", "vLLM", "SGLang"})
-        print_number(t.us(name), 9, 3);
-    print_number(t.us("kvprim") / t.us("vLLM"), 6, 3);
-    print_number(t.us("kvprim") / t.us("SGLang"), 6, 3);
+    print_numbers({ours, vllm, sglang}, 9, 3);
+    print_numbers({ours / vllm, ours / sglang}, 6, 3);
     printf(" |");
-    for (const char *const name : {"kvprim+PDL", "SGLang+PDL"})
-        print_number(t.us(name), 9, 3);
-    print_number(t.us("kvprim+PDL") / t.us("vLLM"), 6, 3);
-    print_number(t.us("kvprim+PDL") / t.us("SGLang+PDL"), 6, 3);
+    print_numbers({ours_pdl, sglang_pdl}, 9, 3);
+    print_numbers({ours_pdl / vllm, ours_pdl / sglang_pdl}, 6, 3);
     printf(" | %6.0f", t.rate("kvprim"));
-    print_number(t.part("kvprim", "plain"), 6, 3);
+    print_numbers({t.part("kvprim", "plain")}, 6, 3);
     printf("\n");
-    add(&f->vllm, t.us("kvprim") / t.us("vLLM"), where);
-    add(&f->best, std::fmin(t.us("kvprim"), t.us("kvprim+PDL")) / t.us("vLLM"), where);
-    add(&f->sglang_off, t.us("kvprim") / t.us("SGLang"), where);
-    add(&f->sglang, t.us("kvprim+PDL") / t.us("SGLang+PDL"), where);
-    add(&f->limit, t.part("kvprim", "plain"), where);
-    add(&f->pdl, t.us("kvprim+PDL") / t.us("kvprim"), where);
-    return t;
+    lines->push_back({s.name + (" x " + std::to_string(tokens)) + (*order ? " in pages" : ""), t});
 }
 
 template <int heads, int head_elements> static shape tensor_shape()
 {
-    return {"",
-            TENSOR,
-            false,
-            heads,
-            head_elements,
-            16,
-            launch_vllm_store<heads, head_elements>,
-            launch_sglang_quant<heads * head_elements>};
+    convert_launch *const vllm = launch_vllm_store<heads, head_elements>;
+    return {"", TENSOR, false, heads, head_elements, 16, vllm, launch_sglang_quant<heads * head_elements>};
 }
 
 /* Sizes off the powers of two: 96, 576 (of 192 each), 1,000 (of 200 each). */
@@ -731,15 +703,28 @@ static std::vector<shape> tensor_shapes()
 }
 
 /* vLLM launches without PDL, SGLang with it. */
-static void judge_store(const std::string &what, const store_figures &f, double of_vllm)
+static void judge_store(const std::string &what, const std::vector<store_line> &lines, double of_vllm)
 {
-    judge_mean(what + ", best way / vLLM", f.best, of_vllm);
-    judge_worst(what + ", PDL off / vLLM", f.vllm, '<', 1.02);
-    judge_mean(what + ", PDL on / SGLang", f.sglang, 0.9);
-    judge_worst(what + ", PDL on / SGLang", f.sglang, '<', 1.02);
-    judge_mean(what + ", PDL off / SGLang without", f.sglang_off, 0.9);
-    judge_worst(what + ", PDL off / SGLang without", f.sglang_off, '<', 1.02);
-    judge_worst(what + ", PDL on / off", f.pdl, '<', 1.02);
+    const auto figures = [&](const char *ours, const char *theirs) {
+        std::vector<figure> f;
+        for (const store_line &l : lines)
+            add_figure(&f, l.t.us(ours) / l.t.us(theirs), l.where);
+        return f;
+    };
+    std::vector<figure> best;
+    for (const store_line &l : lines)
+        add_figure(&best, std::fmin(l.t.us("kvprim"), l.t.us("kvprim+PDL")) / l.t.us("vLLM"), l.where);
+    judge_mean(what + ", best way / vLLM", best, of_vllm);
+    judge_worst(what + ", PDL off / vLLM", figures("kvprim", "vLLM"), '<', 1.02);
+    judge_both(what + ", PDL on / SGLang", figures("kvprim+PDL", "SGLang+PDL"), 0.9, 1.02);
+    judge_both(what + ", PDL off / SGLang without", figures("kvprim", "SGLang"), 0.9, 1.02);
+    judge_worst(what + ", PDL on / off", figures("kvprim+PDL", "kvprim"), '<', 1.02);
+}
+
+/* The line of a table that judges single points. */
+static const times &line_of(const std::vector<store_line> &lines, const std::string &where)
+{
+    return std::find_if(lines.begin(), lines.end(), [&](const store_line &l) { return l.where == where; })->t;
 }
 
 static std::vector<int64_t> token_counts()
@@ -751,31 +736,25 @@ static std::vector<int64_t> token_counts()
 
 static void store()
 {
-    store_figures f;
-    times *bar[2] = {nullptr, nullptr};
+    std::vector<store_line> lines;
     fill_dense();
     printf("\nstores: us, and kvprim's time / theirs; the same with PDL (vLLM's without); kvprim's GB/s without PDL, "
-           "and as "
-           "a part of\nthe limit's. pages: random pages that are filled in order, not random slots\n");
+           "and as a part of\nthe limit's. pages: random pages that are filled in order, not random slots\n");
     print_store_head("store of K and V by elements of a row, bf16 to e4m3, a scale for each tensor");
     for (shape s : tensor_shapes()) {
         const std::string name = std::to_string(s.elements());
         s.name = name.c_str();
         for (const int64_t tokens : token_counts()) {
             const slot_sets slots(common_rows(s), tokens);
-            const times t = store_point(s, slots, tokens, "", &f);
-            if (s.elements() == 1024 && tokens == 64)
-                bar[0] = new times(t);
-            if (s.elements() == 1024 && tokens == 65536)
-                bar[1] = new times(t);
+            store_point(s, slots, tokens, "", &lines);
         }
     }
-    judge("e4m3 store, part of a plain store of as many bytes", bar[1]->part("kvprim", "plain"), '>', 0.95,
+    const times &few = line_of(lines, "1024 x 64"), &many = line_of(lines, "1024 x 65536");
+    judge("e4m3 store, part of a plain store of as many bytes", many.part("kvprim", "plain"), '>', 0.95,
           "65,536 x 1,024");
-    judge("e4m3 store, 64 tokens of 8 heads of 128, PDL, us", bar[0]->us("kvprim+PDL"), '<', 1.15);
-    judge("e4m3 store, 64 tokens of 8 heads of 128, us", bar[0]->us("kvprim"), '<', 1.5);
-    judge_store("e4m3 store", f, 0.5);
-    delete bar[0], delete bar[1];
+    judge("e4m3 store, 64 tokens of 8 heads of 128, PDL, us", few.us("kvprim+PDL"), '<', 1.15);
+    judge("e4m3 store, 64 tokens of 8 heads of 128, us", few.us("kvprim"), '<', 1.5);
+    judge_store("e4m3 store", lines, 0.5);
 }
 
 /* ---- stores in other layouts and formats ---- */
@@ -783,43 +762,43 @@ static void store()
 static std::vector<shape> layout_shapes()
 {
     convert_launch *const vllm = launch_vllm_store<8, 128>;
+    const auto others = [](const char *name, kind what) {
+        return shape{name, what, false, 8, 128, 16, nullptr, nullptr};
+    };
     return {{"NHD", TENSOR, false, 8, 128, 16, vllm, launch_sglang_quant<1024>},
             {"NHD, heads", HEADS, false, 8, 128, 16, vllm, nullptr},
             {"HND", TENSOR, true, 8, 128, 16, vllm, nullptr},
             {"HND, heads", HEADS, true, 8, 128, 16, vllm, nullptr},
             {"token and head", TOKEN_HEAD, false, 8, 128, 16, launch_vllm_token_head<8, 128>, nullptr},
-            {"token/head, int8", TOKEN_HEAD_INT8, false, 8, 128, 16, nullptr, nullptr},
-            {"row", ROW, false, 8, 128, 16, nullptr, nullptr},
-            {"int8", INT8, false, 8, 128, 16, nullptr, nullptr},
-            {"e5m2", E5M2, false, 8, 128, 16, nullptr, nullptr},
-            {"no scale", UNSCALED, false, 8, 128, 16, nullptr, nullptr},
-            {"from fp16", FROM_F16, false, 8, 128, 16, nullptr, nullptr},
-            {"from fp32", FROM_F32, false, 8, 128, 16, nullptr, nullptr}};
+            others("token/head, int8", TOKEN_HEAD_INT8),
+            others("row", ROW),
+            others("int8", INT8),
+            others("e5m2", E5M2),
+            others("no scale", UNSCALED),
+            others("from fp16", FROM_F16),
+            others("from fp32", FROM_F32)};
 }
 
 /* Random slots; and, for many tokens, pages in order, as a prompt fills them. */
-static void all_orders(const shape &s, const std::vector<int64_t> &counts, store_figures *f, std::vector<times> *many)
+static void all_orders(const shape &s, const std::vector<int64_t> &counts, std::vector<store_line> *lines)
 {
     for (const int64_t tokens : counts)
-        for (const bool pages : {false, true}) {
-            if (pages && tokens < 4096)
-                continue;
-            const slot_sets slots(common_rows(s), tokens, pages ? s.page_rows : 0);
-            const times t = store_point(s, slots, tokens, pages ? "pages" : "", f);
-            if (many)
-                many->push_back(t);
-        }
+        for (const bool pages : {false, true})
+            if (!pages || tokens >= 4096) {
+                const slot_sets slots(common_rows(s), tokens, pages ? s.page_rows : 1);
+                store_point(s, slots, tokens, pages ? "pages" : "", lines);
+            }
 }
 
 static void layouts()
 {
-    store_figures f;
+    std::vector<store_line> lines;
     fill_dense();
     print_store_head("store of K and V of 8 heads of 128 elements in pages of 16");
     for (const shape &s : layout_shapes())
-        all_orders(s, quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{1, 64, 1024, 16384, 65536}, &f,
-                   nullptr);
-    judge_store("store in other layouts", f, 0.6);
+        all_orders(s, quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{1, 64, 1024, 16384, 65536},
+                   &lines);
+    judge_store("store in other layouts", lines, 0.6);
 }
 
 /* ---- stores of latents and of the indexer's keys ---- */
@@ -838,20 +817,18 @@ static void latents()
     fill_dense();
     print_store_head("store of latents and of the indexer's keys, bf16 to e4m3, pages of 64");
     for (const shape &s : latent_shapes()) {
-        store_figures f;
-        std::vector<times> all;
-        all_orders(s, token_counts(), &f, &all);
-        judge_store(s.name, f, 0.6);
+        std::vector<store_line> lines;
+        all_orders(s, token_counts(), &lines);
+        judge_store(s.name, lines, 0.6);
         if (s.what != DS_MLA)
             continue;
-        for (size_t n = 0; n < f.pdl.size(); n++)
-            if (f.pdl[n].where == "fp8_ds_mla x 64")
-                judge("fp8_ds_mla store, 64 tokens, PDL, us", all[n].us("kvprim+PDL"), '<', 1.3),
-                    judge("fp8_ds_mla store, 64 tokens, us", all[n].us("kvprim"), '<', 1.3, "without PDL");
-        judge("fp8_ds_mla store, part of a plain store of as many bytes", all[all.size() - 2].part("kvprim", "plain"),
-              '>', 0.85, "65,536 tokens, random slots");
-        judge("fp8_ds_mla store, part of a plain store of as many bytes", all[all.size() - 1].part("kvprim", "plain"),
-              '>', 0.85, "65,536 tokens, pages in order");
+        const times &few = line_of(lines, "fp8_ds_mla x 64");
+        judge("fp8_ds_mla store, 64 tokens, PDL, us", few.us("kvprim+PDL"), '<', 1.3);
+        judge("fp8_ds_mla store, 64 tokens, us", few.us("kvprim"), '<', 1.3, "without PDL");
+        for (const bool pages : {false, true})
+            judge("fp8_ds_mla store, part of a plain store of as many bytes",
+                  lines[lines.size() - (pages ? 1 : 2)].t.part("kvprim", "plain"), '>', 0.85,
+                  pages ? "65,536 tokens, pages in order" : "65,536 tokens, random slots");
     }
 }
 
@@ -871,90 +848,31 @@ struct gather_shape {
     }
 };
 
-/* Pages of requests of at most 4,096 tokens, and their tokens. */
-struct page_sets {
-    int64_t pages, page_rows, tokens, length;
-    std::vector<int32_t> host_table, host_tokens;
-    on_device<int32_t> table, slots, starts, request;
-
-    page_sets(int64_t pages_, int64_t page_rows_, int64_t tokens_)
-        : pages(pages_), page_rows(page_rows_), tokens(tokens_), length(std::min<int64_t>(tokens_, 4096))
-    {
-        const index_sets random(pages, tokens / page_rows, sets_count, 9);
-        std::vector<int32_t> start, owner;
-        host_table = random.host;
-        for (int64_t n = 0; n < sets_count * tokens; n++)
-            host_tokens.push_back(int32_t(host_table[size_t(n / page_rows)] * page_rows + n % page_rows));
-        for (int64_t i = 0; i < tokens; i++)
-            owner.push_back(int32_t(i / length));
-        for (int64_t i = 0; i <= tokens; i += length)
-            start.push_back(int32_t(i));
-        table = upload(host_table), slots = upload(host_tokens), starts = upload(start), request = upload(owner);
-    }
-    const int32_t *index(bool by_pages, int i) const
-    {
-        const int64_t n = by_pages ? tokens / page_rows : tokens;
-        return (by_pages ? table : slots).get() + i % sets_count * n;
-    }
-};
-
-struct gather_call {
-    kvprim_gather_desc d[2]; /* of what is converted, and of what is copied as it is */
-    int n;
-    kvprim_format from, to;
-    kvprim_preset preset;
-};
-
-static void build_gather(gather_call *c, const gather_shape &g, const memory &m, const int32_t *index, bool by_pages,
+static void build_gather(call *c, const gather_shape &g, const memory &m, const int32_t *index, bool by_pages,
                          int64_t rows, int64_t tokens, int64_t at)
 {
     const shape &s = g.s;
-    const int64_t in_row = by_pages ? s.page_rows : 1;
-    memset(c, 0, sizeof *c);
-    c->n = 1;
+    const int64_t in_row = by_pages ? s.page_rows : 1, count = tokens / in_row;
+    const kvprim_table dst = table_at(m.dense[0] + at, count, g.out() * 2 * in_row);
+    c->what = call::GATHER, c->gathers = 1;
     c->to.dtype = KVPRIM_BF16;
-    kvprim_gather_desc &d = c->d[0];
-    d.dst = table_at(m.dense[0] + at, tokens / in_row, g.out() * 2 * in_row);
     if (s.preset()) {
         check_kvprim(kvprim_preset_find(s.preset(), m.cache[0], rows, s.page_rows, s.page(), &c->preset));
-        d.src = c->preset.k_cache;
-        d.row_bytes = c->preset.k_elements;
-        if (c->preset.v_elements) {
-            c->n = 2;
-            c->d[1].dst = table_at(m.dense[0] + at + d.row_bytes * 2, tokens, g.out() * 2);
-            c->d[1].src = c->preset.v_cache;
-            c->d[1].row_bytes = c->preset.v_elements * 2;
+        const kvprim_preset &p = c->preset;
+        c->gather[0] = gather_of(dst, p.k_cache, p.k_elements, index, count);
+        if (p.v_elements) {
+            const kvprim_table beside = table_at(m.dense[0] + at + p.k_elements * 2, tokens, g.out() * 2);
+            c->gathers = 2;
+            c->gather[1] = gather_of(beside, p.v_cache, p.v_elements * 2, index, count);
         }
     } else {
         c->from = format_of(s, m, false);
         c->from.scale_inverse = 0;
-        d.src = by_pages ? table_at(m.cache[0], rows / s.page_rows) : cache_of(s, m, false, rows);
-        d.src.format = &c->from;
-        d.row_bytes = s.elements() * in_row;
+        kvprim_table src = by_pages ? table_at(m.cache[0], rows / s.page_rows) : cache_of(s, m, false, rows);
+        src.format = &c->from;
+        c->gather[0] = gather_of(dst, src, s.elements() * in_row, index, count);
     }
-    d.dst.format = &c->to;
-    for (int n = 0; n < c->n; n++) {
-        c->d[n].index = index, c->d[n].index_type = KVPRIM_I32;
-        c->d[n].count = tokens / in_row;
-    }
-}
-
-static void gather_moves(const gather_call &c, kvprim_move moves[2])
-{
-    for (int n = 0; n < c.n; n++)
-        check_kvprim(kvprim_gather_moves(&c.d[n], &moves[n]));
-}
-
-static void run_gather(const gather_call &c, bool pdl)
-{
-    const kvprim_cuda_launch launch = on_stream(pdl);
-    kvprim_move moves[2];
-    if (c.n == 1) {
-        check_kvprim(kvprim_cuda_gather(&c.d[0], &launch));
-        return;
-    }
-    gather_moves(c, moves);
-    check_kvprim(kvprim_cuda_move(moves, 2, &launch));
+    c->gather[0].dst.format = &c->to;
 }
 
 static gather_convert_params gather_params_of(const gather_shape &g, const memory &m, const page_sets &sets, int i,
@@ -967,7 +885,7 @@ static gather_convert_params gather_params_of(const gather_shape &g, const memor
     p.scale = number(m, false, false);
     p.pages_per_request = sets.length / sets.page_rows;
     p.page_stride = g.s.page(), p.row_stride = g.s.row(), p.dst_stride = g.out();
-    p.requests = int32_t(sets.tokens / sets.length), p.tokens = int32_t(sets.tokens);
+    p.requests = int32_t(sets.requests()), p.tokens = int32_t(sets.tokens);
     p.page_rows = int32_t(sets.page_rows);
     return p;
 }
@@ -996,78 +914,47 @@ static void fill_cache(const shape &s, const memory &m, int64_t bytes, int64_t r
 /* Where a launch writes: K's and V's dense buffers follow each other. */
 static int64_t gathered_at(int i, int64_t bytes)
 {
-    const int64_t region = (bytes + 255) / 256 * 256;
-    return i % (2 * dense_bytes / region) * region;
+    return rotated(i, bytes, 2 * dense_bytes);
 }
 
-static contender contend_gather(const char *name, const gather_shape &g, const page_sets &sets, bool by_pages,
-                                const std::function<void(int i, int64_t at)> &enqueue)
+static job gather_job(const gather_shape &g, const page_sets &sets, bool by_pages)
 {
-    const int64_t bytes = sets.tokens * g.out() * 2;
-    const job j = {g.s.name + (" gather of " + place(g.out(), sets.tokens)), [=, &g, &sets](int i) {
-                       gather_call c;
-                       kvprim_move moves[2];
-                       std::vector<plain_move> all;
-                       build_gather(&c, g, device, sets.index(by_pages, i), by_pages, sets.pages * sets.page_rows,
-                                    sets.tokens, gathered_at(i, bytes));
-                       gather_moves(c, moves);
-                       for (int n = 0; n < c.n; n++)
-                           all.push_back(plain_of(moves[n]));
-                       return all;
-                   }};
-    return contend(name, j, [=](int i) { enqueue(i, gathered_at(i, bytes)); });
+    return {g.s.name + (" gather of " + place(g.out(), sets.tokens)), [=, &g, &sets](call *c, int i) {
+                build_gather(c, g, device, sets.index(by_pages, i), by_pages, sets.pages * sets.page_rows, sets.tokens,
+                             gathered_at(i, sets.tokens * g.out() * 2));
+            }};
 }
 
 static contender contend_plain_gather(const char *name, double bytes_per_token, const page_sets &sets, bool by_pages)
 {
     const int64_t in_row = by_pages ? sets.page_rows : 1, count = sets.tokens / in_row;
     const int64_t row = plain_row(bytes_per_token * double(in_row), 1);
-    const auto desc = [=, &sets](int i) {
-        kvprim_gather_desc d = {};
-        d.dst = table_at(device.dense[0] + gathered_at(i, row * count), count);
-        d.src = table_at(device.cache[0], std::min(sets.pages * sets.page_rows / in_row, 2 * cache_bytes / row));
-        d.row_bytes = row;
-        d.index = sets.index(by_pages, i), d.index_type = KVPRIM_I32;
-        d.count = count;
-        return d;
-    };
-    const job j = {"plain gather of " + place(row, count), [=](int i) {
-                       const kvprim_gather_desc d = desc(i);
-                       kvprim_move m;
-                       check_kvprim(kvprim_gather_moves(&d, &m));
-                       return std::vector<plain_move>{plain_of(m)};
-                   }};
-    return contend(name, j, [=](int i) {
-        const kvprim_cuda_launch launch = on_stream();
-        const kvprim_gather_desc d = desc(i);
-        check_kvprim(kvprim_cuda_gather(&d, &launch));
-    });
+    const int64_t rows = std::min(sets.pages * sets.page_rows / in_row, 2 * cache_bytes / row);
+    return contend_kvprim(
+        name, {"plain gather of " + place(row, count), [=, &sets](call *c, int i) {
+                   const kvprim_table dst = table_at(device.dense[0] + gathered_at(i, row * count), count);
+                   c->what = call::GATHER, c->gathers = 1;
+                   c->gather[0] = gather_of(dst, table_at(device.cache[0], rows), row, sets.index(by_pages, i), count);
+               }});
 }
 
 static times measure_gather(const gather_shape &g, const page_sets &sets)
 {
     std::vector<contender> c;
     for (const bool by_pages : {true, false})
-        for (const bool pdl : {false, true}) {
-            if (by_pages && !g.by_pages())
-                continue;
-            c.push_back(contend_gather(by_pages ? pdl ? "pages+PDL" : "pages"
-                                       : pdl    ? "tokens+PDL"
-                                                : "tokens",
-                                       g, sets, by_pages, [=, &g, &sets](int i, int64_t at) {
-                                           gather_call call;
-                                           build_gather(&call, g, device, sets.index(by_pages, i), by_pages,
-                                                        sets.pages * sets.page_rows, sets.tokens, at);
-                                           run_gather(call, pdl);
-                                       }));
-        }
+        for (const bool pdl : {false, true})
+            if (!by_pages || g.by_pages())
+                c.push_back(contend_kvprim(by_pages ? pdl ? "pages+PDL" : "pages"
+                                           : pdl    ? "tokens+PDL"
+                                                    : "tokens",
+                                           gather_job(g, sets, by_pages), pdl));
     for (const bool newest : {true, false}) {
         gather_convert_launch *const launch = newest ? g.page : g.token;
         if (launch)
-            c.push_back(
-                contend_gather(newest ? "vLLM page" : "vLLM token", g, sets, false, [=, &g, &sets](int i, int64_t at) {
-                    CUDA(launch(gather_params_of(g, device, sets, i, at), stream));
-                }));
+            c.push_back(contend(newest ? "vLLM page" : "vLLM token", gather_job(g, sets, false), [=, &g, &sets](int i) {
+                const int64_t at = gathered_at(i, sets.tokens * g.out() * 2);
+                CUDA(launch(gather_params_of(g, device, sets, i, at), stream));
+            }));
     }
     const double bytes = c[0].bytes_moved / double(sets.tokens);
     if (g.by_pages())
@@ -1094,34 +981,33 @@ static std::vector<gather_shape> gather_shapes()
 }
 
 struct gather_figures {
-    std::vector<figure> best, pages, tokens, latent, latent_best, limit, pdl; /* of vLLM's better kernel; and others */
+    std::vector<figure> best, pages, tokens, latent, latent_best, pdl; /* of vLLM's better kernel; and others */
 };
 
 static times gather_point(const gather_shape &g, const page_sets &sets, gather_figures *f)
 {
     const times t = measure_gather(g, sets);
     const double theirs = std::fmin(t.us("vLLM page"), t.us("vLLM token"));
-    const char *const ours = g.by_pages() ? "pages" : "tokens", *const plain =
-                                                                    g.by_pages() ? "plain pages" : "plain tokens";
+    const char *const ours = g.by_pages() ? "pages" : "tokens";
+    const char *const plain = g.by_pages() ? "plain pages" : "plain tokens";
     const std::string where = g.s.name + (" " + place(g.out(), sets.tokens));
     printf("%-15s %4lld %6lld", g.s.name, (long long)g.out(), (long long)sets.tokens);
-    for (const char *const name : {"pages", "pages+PDL", "tokens", "tokens+PDL", "vLLM page", "vLLM token"})
-        print_number(t.us(name), 9, 3);
-    print_number(t.us("pages") / theirs, 6, 3);
-    print_number(t.us("tokens") / theirs, 6, 3);
-    print_number(t.rate(ours), 6, 0);
-    print_number(t.part(ours, plain), 6, 3);
+    print_numbers(
+        {t.us("pages"), t.us("pages+PDL"), t.us("tokens"), t.us("tokens+PDL"), t.us("vLLM page"), t.us("vLLM token")},
+        9, 3);
+    print_numbers({t.us("pages") / theirs, t.us("tokens") / theirs}, 6, 3);
+    print_numbers({t.rate(ours)}, 6, 0);
+    print_numbers({t.part(ours, plain)}, 6, 3);
     printf("\n");
     const bool latent = g.s.what == DS_MLA;
-    add(latent ? &f->latent : &f->tokens, t.us("tokens") / theirs, where);
-    add(&f->pages, t.us("pages") / theirs, where);
+    add_figure(latent ? &f->latent : &f->tokens, t.us("tokens") / theirs, where);
+    add_figure(&f->pages, t.us("pages") / theirs, where);
     if (latent)
-        add(&f->latent_best, std::fmin(t.us("tokens"), t.us("tokens+PDL")) / theirs, where);
+        add_figure(&f->latent_best, std::fmin(t.us("tokens"), t.us("tokens+PDL")) / theirs, where);
     else
-        add(&f->best, std::fmin(t.us("pages"), t.us("pages+PDL")) / theirs, where);
-    add(&f->limit, t.part(ours, plain), where);
-    add(&f->pdl, t.us("tokens+PDL") / t.us("tokens"), where + " tokens");
-    add(&f->pdl, t.us("pages+PDL") / t.us("pages"), where + " pages");
+        add_figure(&f->best, std::fmin(t.us("pages"), t.us("pages+PDL")) / theirs, where);
+    add_figure(&f->pdl, t.us("tokens+PDL") / t.us("tokens"), where + " tokens");
+    add_figure(&f->pdl, t.us("pages+PDL") / t.us("pages"), where + " pages");
     return t;
 }
 
@@ -1151,7 +1037,7 @@ static void gather()
              quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{64, 1024, 8192, 65536, 262144}) {
             if (tokens * g.out() * 2 > 2 * GiB)
                 continue;
-            const page_sets sets(rows / g.s.page_rows, g.s.page_rows, tokens);
+            const page_sets sets(rows / g.s.page_rows, g.s.page_rows, tokens, std::min<int64_t>(tokens, 4096), 9);
             const times t = gather_point(g, sets, &f);
             if (g.s.what != TENSOR || g.s.hnd || g.out() != 1024 || tokens != 65536)
                 continue;
@@ -1174,53 +1060,29 @@ static void gather()
 
 constexpr int32_t layers = 32;
 
-struct transfer_call {
-    kvprim_transfer_desc d;
-    kvprim_format wide, narrow;
-};
-
 /* Rows of `elements`, bf16 in the dense buffer, e4m3 in the cache; or as many bytes, plain. */
-static void build_transfer(transfer_call *c, bool store, bool plain, int64_t elements, const slot_sets &sets, int i)
+static void build_transfer(call *c, bool store, bool plain, int64_t elements, const slot_sets &sets, int i)
 {
-    memset(c, 0, sizeof *c);
-    c->wide.dtype = KVPRIM_BF16, c->narrow.dtype = KVPRIM_F8E4M3;
-    c->narrow.scale = KVPRIM_SCALE_TENSOR, c->narrow.scales = const_cast<float *>(number(device, false, false));
-    kvprim_transfer_desc &d = c->d;
-    const int64_t wide = plain ? elements * 3 / 2 : elements * 2, narrow = plain ? wide : elements;
+    kvprim_format &wide = c->from, &narrow = c->to;
+    wide.dtype = KVPRIM_BF16, narrow.dtype = KVPRIM_F8E4M3;
+    narrow.scale = KVPRIM_SCALE_TENSOR, narrow.scales = const_cast<float *>(number(device, false, false));
+    narrow.scale_layer_stride = KVPRIM_SCALES_SHARED;
+    const int64_t dense_row = plain ? elements * 3 / 2 : elements * 2, cache_row = plain ? dense_row : elements;
     kvprim_table dense = table_at(device.dense[0], sets.rows), cache = table_at(device.cache[0], sets.rows);
-    dense.format = plain ? nullptr : &c->wide, cache.format = plain ? nullptr : &c->narrow;
-    d.dst = store ? cache : dense, d.src = store ? dense : cache;
-    d.layers = layers;
-    d.dst_layer_stride = sets.rows * (store ? narrow : wide), d.src_layer_stride = sets.rows * (store ? wide : narrow);
-    d.row_bytes = store ? wide : narrow;
-    d.dst_index = sets.set(i), d.src_index = sets.set(i + 1);
-    d.index_type = KVPRIM_I64;
-    d.count = sets.count;
+    dense.format = plain ? nullptr : &wide, cache.format = plain ? nullptr : &narrow;
+    const int64_t to = store ? cache_row : dense_row, from = store ? dense_row : cache_row;
+    c->what = call::TRANSFER;
+    c->transfer = transfer_of(store ? cache : dense, store ? dense : cache, from, layers, sets.set(i), sets.set(i + 1),
+                              sets.count);
+    c->transfer.dst_layer_stride = sets.rows * to, c->transfer.src_layer_stride = sets.rows * from;
 }
 
 static contender contend_transfer(const char *name, bool store, bool plain, int64_t elements, const slot_sets &sets,
                                   int32_t max_sms)
 {
-    const job j = {"transfer of " + place(elements, sets.count), [=, &sets](int i) {
-                       transfer_call c;
-                       kvprim_move m;
-                       std::vector<plain_move> all;
-                       build_transfer(&c, store, plain, elements, sets, i);
-                       check_kvprim(kvprim_transfer_moves(&c.d, &m));
-                       for (int32_t l = 0; l < m.layers; l++) {
-                           plain_move one = plain_of(m);
-                           one.dst.table.data = kvprim_side_layer(&m.dst, l);
-                           one.src.table.data = kvprim_side_layer(&m.src, l);
-                           all.push_back(one);
-                       }
-                       return all;
-                   }};
-    return contend(name, j, [=, &sets](int i) {
-        const kvprim_cuda_launch launch = on_stream(false, max_sms);
-        transfer_call c;
-        build_transfer(&c, store, plain, elements, sets, i);
-        check_kvprim(kvprim_cuda_transfer(&c.d, &launch));
-    });
+    const job j = {"transfer of " + place(elements, sets.count),
+                   [=, &sets](call *c, int i) { build_transfer(c, store, plain, elements, sets, i); }};
+    return contend_kvprim(name, j, false, false, max_sms);
 }
 
 static void transfer()
@@ -1242,7 +1104,7 @@ static void transfer()
             printf("%6s %8lld %6lld %9.2f %6.0f %6.3f %9.2f %6.0f %6.3f\n", store ? "store" : "gather",
                    (long long)elements, (long long)count, t.us("kvprim"), t.rate("kvprim"), t.part("kvprim", "plain"),
                    t.us("kvprim 16"), t.rate("kvprim 16"), t.part("kvprim 16", "plain 16"));
-            add(&parts, t.part("kvprim", "plain"), (store ? "store " : "gather ") + place(elements, count));
+            add_figure(&parts, t.part("kvprim", "plain"), (store ? "store " : "gather ") + place(elements, count));
         }
     judge_worst("transfer of layers, part of a plain one of as many bytes", parts, '>', 0.7);
 }
@@ -1267,17 +1129,11 @@ static const odd_move odd_moves[] = {{"e4m3, odd", true, 1001, KVPRIM_BF16, KVPR
                                      {"bf16 to fp16", false, 1024, KVPRIM_BF16, KVPRIM_F16, 0, 0, 0},
                                      {"fp32 to bf16", false, 1024, KVPRIM_F32, KVPRIM_BF16, 0, 0, 0}};
 
-struct odd_call {
-    kvprim_gather_desc g;
-    kvprim_store_desc s;
-    kvprim_format from, to;
-};
-
 /* What has 8 bits lies in the cache, the rest in the dense buffers; between wider types, from dense to cache memory. */
-static void build_odd(odd_call *c, const odd_move &o, const slot_sets &slots, int i)
+static void build_odd(call *c, const odd_move &o, const slot_sets &slots, int i)
 {
     const int64_t wide = o.elements * size_of(o.store ? o.from : o.to), at = dense_at(i, slots.count * wide);
-    memset(c, 0, sizeof *c);
+    const int64_t row_bytes = o.elements * size_of(o.from);
     c->from.dtype = o.from, c->to.dtype = o.to;
     kvprim_format &narrow = o.store ? c->to : c->from;
     if (o.tile) {
@@ -1285,37 +1141,15 @@ static void build_odd(odd_call *c, const odd_move &o, const slot_sets &slots, in
     } else if (size_of(narrow.dtype) == 1) {
         narrow.scale = KVPRIM_SCALE_TENSOR, narrow.scales = const_cast<float *>(number(device, false, false));
     }
-    if (o.store) {
-        c->s.k_cache = table_at(device.cache[0] + o.dst_offset, slots.rows);
-        c->s.k = table_at(device.dense[0] + at + o.src_offset, slots.count);
-        c->s.k_cache.format = &c->to, c->s.k.format = &c->from;
-        c->s.k_bytes = o.elements * size_of(o.from);
-        c->s.slot = slots.set(i), c->s.slot_type = KVPRIM_I64, c->s.count = slots.count;
-    } else {
-        const bool wider = size_of(o.from) > 1;
-        c->g.src = table_at((wider ? device.dense[1] : device.cache[0]) + o.src_offset, slots.rows);
-        c->g.dst = table_at(device.dense[0] + at + o.dst_offset, slots.count);
-        c->g.src.format = &c->from, c->g.dst.format = &c->to;
-        c->g.row_bytes = o.elements * size_of(o.from);
-        c->g.index = slots.set(i), c->g.index_type = KVPRIM_I64, c->g.count = slots.count;
-    }
-}
-
-static contender contend_odd(const odd_move &o, const slot_sets &slots)
-{
-    const job j = {o.name + (" " + place(o.elements, slots.count)), [&o, &slots](int i) {
-                       odd_call c;
-                       kvprim_move m[2];
-                       build_odd(&c, o, slots, i);
-                       check_kvprim(o.store ? kvprim_store_moves(&c.s, m) : kvprim_gather_moves(&c.g, m));
-                       return std::vector<plain_move>{plain_of(m[0])};
-                   }};
-    return contend("kvprim", j, [&o, &slots](int i) {
-        const kvprim_cuda_launch launch = on_stream();
-        odd_call c;
-        build_odd(&c, o, slots, i);
-        check_kvprim(o.store ? kvprim_cuda_store(&c.s, &launch) : kvprim_cuda_gather(&c.g, &launch));
-    });
+    char *const cache = !o.store && size_of(o.from) > 1 ? device.dense[1] : device.cache[0];
+    kvprim_table indexed = table_at(cache + (o.store ? o.dst_offset : o.src_offset), slots.rows),
+                 dense = table_at(device.dense[0] + at + (o.store ? o.src_offset : o.dst_offset), slots.count);
+    indexed.format = o.store ? &c->to : &c->from, dense.format = o.store ? &c->from : &c->to;
+    c->what = o.store ? call::STORE : call::GATHER, c->gathers = 1;
+    if (o.store)
+        c->store = store_of(indexed, dense, row_bytes, slots.set(i), slots.count);
+    else
+        c->gather[0] = gather_of(dense, indexed, row_bytes, slots.set(i), slots.count);
 }
 
 static void general()
@@ -1330,19 +1164,13 @@ static void general()
         for (const int64_t tokens : quick ? std::vector<int64_t>{65536} : std::vector<int64_t>{64, 4096, 65536}) {
             /* the last row of a misaligned table must not reach past the memory */
             const slot_sets slots(dense_bytes / (o.elements * 4) - 1, tokens);
-            const contender one = contend_odd(o, slots);
-            const job j = {"", [&o, &slots](int) {
-                               odd_call c;
-                               kvprim_move m[2];
-                               build_odd(&c, o, slots, 0);
-                               check_kvprim(o.store ? kvprim_store_moves(&c.s, m) : kvprim_gather_moves(&c.g, m));
-                               return std::vector<plain_move>{plain_of(m[0])};
-                           }};
-            const times t({one, contend_plain("plain", j, tokens, slots, false)});
+            const job j = {o.name + (" " + place(o.elements, slots.count)),
+                           [&o, &slots](call *c, int i) { build_odd(c, o, slots, i); }};
+            const times t({contend_kvprim("kvprim", j), contend_plain("plain", j, tokens, slots, false)});
             printf("%-20s %8lld %6lld %9.3f %6.0f %6.3f\n", o.name, (long long)o.elements, (long long)tokens,
                    t.us("kvprim"), t.rate("kvprim"), t.part("kvprim", "plain"));
             if (tokens == 65536)
-                add(&parts, t.part("kvprim", "plain"), o.name);
+                add_figure(&parts, t.part("kvprim", "plain"), o.name);
             fill_dense(); /* the plain store has read it, and gathers write it */
             fill_cache(layout_shapes()[0], device, cache_bytes, 0);
         }
@@ -1435,11 +1263,11 @@ struct twin {
 };
 
 /* The scales by which a project multiplies lie 32 floats after the others. */
-static void use_inverses(store_call *c, const shape &s, const memory &m)
+static void use_inverses(call *c, const shape &s, const memory &m)
 {
     if (s.what == TENSOR) {
-        c->k.scale_inverse = c->v.scale_inverse = 1;
-        c->k.scales = m.numbers + 32, c->v.scales = m.numbers + 33;
+        c->to.scale_inverse = c->to_v.scale_inverse = 1;
+        c->to.scales = m.numbers + 32, c->to_v.scales = m.numbers + 33;
     } else if (s.what == INDEXER)
         c->preset.k_format.scale_inverse = 1;
 }
@@ -1452,38 +1280,36 @@ static void check_store(twin *t, const shape &s, who w)
     convert_launch *const theirs = w == VLLM ? s.vllm : s.sglang;
     if (w >= VLLM && !theirs)
         return;
-    store_call c;
+    call ours = {}, expected = {};
     t->reset();
     for (int kv = 0; kv < 2; kv++)
         t->cpu.numbers[32 + kv] = 1.f / t->cpu.numbers[kv];
     t->to_gpu();
     if (w < VLLM) {
-        const kvprim_cuda_launch launch = on_stream(w == KVPRIM_PDL);
-        build_store(&c, s, t->gpu, t->slots(t->gpu), small_rows, small_tokens, 0);
-        check_kvprim(kvprim_cuda_store(&c.d, &launch));
+        build_store(&ours, s, t->gpu, t->slots(t->gpu), small_rows, small_tokens, 0);
+        ours.enqueue(w == KVPRIM_PDL, 0);
     } else
         CUDA(theirs(params_of(s, t->gpu, t->slots(t->gpu), small_tokens, 0), w == SGLANG_PDL, stream));
-    build_store(&c, s, t->cpu, t->slots(t->cpu), small_rows, small_tokens, 0);
+    build_store(&expected, s, t->cpu, t->slots(t->cpu), small_rows, small_tokens, 0);
     if (w >= SGLANG)
-        use_inverses(&c, s, t->cpu);
-    check_kvprim(kvprim_store(&c.d));
+        use_inverses(&expected, s, t->cpu);
+    check_kvprim(kvprim_store(&expected.store));
     t->compare(std::string(who_names[w]) + ", store of " + s.name + " " + place(s.elements(), small_tokens));
 }
 
 static void check_gather(twin *t, const gather_shape &g, bool pdl)
 {
-    gather_call c;
-    kvprim_move moves[2];
+    call ours = {}, expected = {};
     t->reset();
     t->to_gpu();
     fill_cache(g.s, t->gpu, part_bytes, small_rows);
     CUDA(cudaMemcpyAsync(t->host.data(), t->on_gpu, t->host.size(), cudaMemcpyDeviceToHost, stream));
     CUDA(cudaStreamSynchronize(stream));
-    build_gather(&c, g, t->gpu, t->tokens(t->gpu), false, small_rows, small_tokens, 0);
-    run_gather(c, pdl);
-    build_gather(&c, g, t->cpu, t->tokens(t->cpu), false, small_rows, small_tokens, 0);
-    gather_moves(c, moves);
-    check_kvprim(kvprim_cpu_move(moves, size_t(c.n)));
+    build_gather(&ours, g, t->gpu, t->tokens(t->gpu), false, small_rows, small_tokens, 0);
+    ours.enqueue(pdl, 0);
+    build_gather(&expected, g, t->cpu, t->tokens(t->cpu), false, small_rows, small_tokens, 0);
+    const std::vector<kvprim_move> moves = expected.moves();
+    check_kvprim(kvprim_cpu_move(moves.data(), moves.size()));
     t->compare((pdl ? "kvprim+PDL, gather of " : "kvprim, gather of ") +
                (g.s.name + (" " + place(g.out(), small_tokens))));
 }
@@ -1506,13 +1332,6 @@ static void check()
 
 /* ---- the program ---- */
 
-static void enqueue_copy(int i)
-{
-    const int64_t at = i % (cache_bytes / copy_bytes) * copy_bytes;
-    CUDA(cudaMemcpyAsync(device.cache[0] + at, device.dense[0] + at, size_t(copy_bytes), cudaMemcpyDeviceToDevice,
-                         stream));
-}
-
 static void open_all()
 {
     size_t free_bytes, total_bytes;
@@ -1533,11 +1352,7 @@ static void open_all()
     device.numbers = upload(numbers).release();
     CUDA(cudaMalloc(&device_found, sizeof *device_found));
     fill_dense();
-    std::vector<contender> copy = {{"copy", enqueue_copy, 2.0 * double(copy_bytes), 24},
-                                   {"copy", enqueue_copy, 2.0 * double(copy_bytes), 24, true}};
-    measure(copy);
-    printf("cudaMemcpyAsync device to device of 256 MiB: %.0f GB/s in a graph, %.0f on a stream\n", gb_per_s(copy[0]),
-           gb_per_s(copy[1]));
+    measure_copy(device.cache[0], device.dense[0], cache_bytes);
 }
 
 /* How far the projects' multiplication by the inverse is from the division. */

@@ -4,10 +4,8 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_cuda.cu -o build/bench_cuda
        build/bench_cuda [--quick] [--only gather|store|store_k|repeated|others|large|order|odd|misaligned|host]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
-   8 index sets and rotating dense buffers. They are medians of repetitions in which the contenders take turns. Before a
-   contender is timed, the rows of its last launch are compared with the table. GB/s counts bytes read plus bytes
-   written.
+   Times are microseconds per launch, as bench_gpu.h takes them, over 8 index sets and rotating dense buffers. GB/s
+   counts bytes read plus bytes written.
 
        mini    mini-sglang's gather: a warp per row, or 2 or 4; its store: a warp per token
        SGLang  its store: 1, 2 or 4 warps per token
@@ -29,7 +27,6 @@
 static int64_t cache_bytes;     /* for K, and again for V; gather writes to K's */
 static int64_t table_bytes;     /* twice that; gather reads it all, store K from a half and V from the other */
 constexpr int64_t slack = 4096; /* past the end of each, for misaligned bases */
-constexpr int64_t copy_bytes = 256 * MiB; /* for the cudaMemcpyAsync that large moves are compared with */
 constexpr int64_t most_output = 2 * GiB;
 
 static char *table_memory, *cache_memory[2], *cub_memory;
@@ -77,8 +74,7 @@ struct addresses {
 static addresses addresses_of(const shape &s, int i)
 {
     const int64_t stride = s.op == gather ? s.dst_stride : s.src_stride;
-    const int64_t region = (s.rows * stride + 16 + 255) / 256 * 256;
-    const int64_t dense = i % (cache_bytes / region) * region; /* where in the dense buffers */
+    const int64_t dense = rotated(i, s.rows * stride + 16, cache_bytes); /* where in the dense buffers */
     addresses a = {};
     for (int kv = 0; kv < 2; kv++) {
         a.src[kv] = table_memory + s.src_offset + (s.op == gather ? 0 : kv * (table_bytes / 2) + dense);
@@ -99,30 +95,17 @@ static store_params store_params_of(const shape &s, int i)
     return {a.dst[0], a.dst[1], a.src[0], a.src[1], a.index, s.dst_stride, s.src_stride, unsigned(s.rows)};
 }
 
-static enqueue_fn mini(operation op, const opponent &o, bool pdl)
+static enqueue_fn gather_by(gather_launch *launch)
 {
-    if (op != gather)
-        return [launch = o.mini_store[op == store][pdl]](const shape &s, int i) {
-            CUDA(launch(store_params_of(s, i), stream));
-        };
-    return [launch = o.mini_gather[pdl]](const shape &s, int i) {
+    return [launch](const shape &s, int i) {
         const addresses a = addresses_of(s, i);
         CUDA(launch(a.dst[0], a.src[0], a.index, unsigned(s.rows), stream));
     };
 }
 
-static enqueue_fn sglang(operation op, const opponent &o, bool pdl)
+static enqueue_fn store_by(store_launch *launch)
 {
-    return [launch = o.sglang_store[op == store][pdl]](const shape &s, int i) {
-        CUDA(launch(store_params_of(s, i), stream));
-    };
-}
-
-static void enqueue_copy(int i)
-{
-    const int64_t at = i % (cache_bytes / copy_bytes) * copy_bytes;
-    CUDA(
-        cudaMemcpyAsync(cache_memory[0] + at, table_memory + at, size_t(copy_bytes), cudaMemcpyDeviceToDevice, stream));
+    return [launch](const shape &s, int i) { CUDA(launch(store_params_of(s, i), stream)); };
 }
 
 static void enqueue_copy_each(const shape &s, int i)
@@ -162,25 +145,9 @@ static void enqueue_cub(const shape &s, int i)
 
 constexpr int block_threads = 128; /* of empty kernels */
 
-static cudaLaunchConfig_t empty_config(cudaLaunchAttribute *pdl)
-{
-    pdl->id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    pdl->val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(1);
-    config.blockDim = dim3(block_threads);
-    config.stream = stream;
-    config.attrs = pdl;
-    config.numAttrs = 1;
-    return config;
-}
-
 template <bool PDL> static void enqueue_empty(int)
 {
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = empty_config(&attribute);
-    config.numAttrs = PDL;
-    CUDA(cudaLaunchKernelEx(&config, empty_kernel));
+    CUDA(launch_opponent(empty_kernel, 1, block_threads, PDL, stream));
 }
 
 /* ---- kvprim ---- */
@@ -188,44 +155,27 @@ template <bool PDL> static void enqueue_empty(int)
 static kvprim_gather_desc gather_desc(const shape &s, int i)
 {
     const addresses a = addresses_of(s, i);
-    kvprim_gather_desc d = {};
-    d.dst = table_at(a.dst[0], s.rows, s.dst_stride);
-    d.src = table_at(a.src[0], s.sets->rows, s.src_stride);
-    d.row_bytes = s.row_bytes;
-    d.index = a.index;
-    d.index_type = KVPRIM_I32;
-    d.count = s.rows;
-    return d;
+    return gather_of(table_at(a.dst[0], s.rows, s.dst_stride), table_at(a.src[0], s.sets->rows, s.src_stride),
+                     s.row_bytes, a.index, s.rows);
 }
 
 static kvprim_store_desc store_desc(const shape &s, int i)
 {
     const addresses a = addresses_of(s, i);
-    kvprim_store_desc d = {};
-    d.k_cache = table_at(a.dst[0], s.sets->rows, s.dst_stride);
-    d.k = table_at(a.src[0], s.rows, s.src_stride);
-    d.k_bytes = s.row_bytes;
-    if (s.op == store) {
-        d.v_cache = table_at(a.dst[1], s.sets->rows, s.dst_stride);
-        d.v = table_at(a.src[1], s.rows, s.src_stride);
-        d.v_bytes = s.row_bytes;
-    }
-    d.slot = a.index;
-    d.slot_type = KVPRIM_I32;
-    d.count = s.rows;
+    const auto cache = [&](int kv) { return table_at(a.dst[kv], s.sets->rows, s.dst_stride); };
+    const auto input = [&](int kv) { return table_at(a.src[kv], s.rows, s.src_stride); };
+    kvprim_store_desc d = store_of(cache(0), input(0), s.row_bytes, a.index, s.rows);
+    if (s.op == store)
+        d.v_cache = cache(1), d.v = input(1), d.v_bytes = s.row_bytes;
     return d;
 }
 
 template <bool PDL> static void enqueue_kvprim(const shape &s, int i)
 {
-    const kvprim_cuda_launch options = on_stream(PDL);
-    if (s.op == gather) {
-        const kvprim_gather_desc d = gather_desc(s, i);
-        check_kvprim(kvprim_cuda_gather(&d, &options));
-    } else {
-        const kvprim_store_desc d = store_desc(s, i);
-        check_kvprim(kvprim_cuda_store(&d, &options));
-    }
+    if (s.op == gather)
+        call_kvprim(kvprim_cuda_gather, gather_desc(s, i), PDL);
+    else
+        call_kvprim(kvprim_cuda_store, store_desc(s, i), PDL);
 }
 
 /* ---- contenders ---- */
@@ -243,23 +193,16 @@ struct moved_rows {
     }
 };
 
-static std::string place(int64_t row_bytes, int64_t rows)
-{
-    return std::to_string(row_bytes) + " B x " + std::to_string(rows);
-}
-
 static contender contend(const char *name, const shape &s, const enqueue_fn &enqueue)
 {
     const double bytes = 2.0 * double(output_bytes(s));
-    contender c = {name, [s, enqueue](int i) { enqueue(s, i); }, bytes, bytes > 64e6 ? 24 : 64};
-    check_pieces(c, operation_names[s.op] + (" of " + place(s.row_bytes, s.rows)), s.rows * tensors_of(s.op),
+    contender c = {name, [s, enqueue](int i) { enqueue(s, i); }, bytes, launches_for(bytes)};
+    check_pieces(c, operation_names[s.op] + (" of " + rows_name(s.row_bytes, s.rows)), s.rows * tensors_of(s.op),
                  [s](int i) {
                      return moved_rows{s, addresses_of(s, i)};
                  });
     return c;
 }
-
-/* ---- the grid ---- */
 
 /* ---- the grid ---- */
 
@@ -315,9 +258,11 @@ static point measure_point(const shape &s, const opponent &o)
     std::vector<contender> c;
     for (const bool pdl : {false, true}) {
         c.push_back(contend("kvprim", s, pdl ? enqueue_kvprim<true> : enqueue_kvprim<false>));
-        c.push_back(contend("mini-sglang", s, mini(s.op, o, pdl)));
+        const bool with_v = s.op == store;
+        c.push_back(contend("mini-sglang", s,
+                            s.op == gather ? gather_by(o.mini_gather[pdl]) : store_by(o.mini_store[with_v][pdl])));
         if (s.op != gather)
-            c.push_back(contend("SGLang", s, sglang(s.op, o, pdl)));
+            c.push_back(contend("SGLang", s, store_by(o.sglang_store[with_v][pdl])));
     }
     measure(c);
     point p = {s.op, s.row_bytes, s.rows, {}, {}};
@@ -380,11 +325,8 @@ static void judge_points(operation op, const std::vector<point> &points)
         std::vector<figure> f;
         for (const point &p : points)
             if (t.in(p))
-                f.push_back({t.value(p), place(p.row_bytes, p.rows)});
-        if (t.mean)
-            judge_mean(t.what, f, t.limit);
-        else
-            judge_worst(t.what, f, '<', t.limit);
+                f.push_back({t.value(p), rows_name(p.row_bytes, p.rows)});
+        t.mean ? judge_mean(t.what, f, t.limit) : judge_worst(t.what, f, '<', t.limit);
     }
 }
 
@@ -410,7 +352,7 @@ static void summarise(operation op, const std::vector<point> &points)
                 worst = &p;
         }
         printf("%-26s %7.3f %3d/%3zu %7.3f at %s\n", row.what, std::exp(logs / double(points.size())), lost,
-               points.size(), row.value(*worst), place(worst->row_bytes, worst->rows).c_str());
+               points.size(), row.value(*worst), rows_name(worst->row_bytes, worst->rows).c_str());
     }
 }
 
@@ -462,7 +404,7 @@ static void repeated()
                 measure(c);
                 printf("%7s %6lld %7lld %9.3f %9.3f %8.3f\n", operation_names[op], (long long)row_bytes,
                        (long long)rows, c[0].us, c[1].us, c[1].us / c[0].us);
-                figures.push_back({c[1].us / c[0].us, operation_names[op] + (" " + place(row_bytes, rows))});
+                figures.push_back({c[1].us / c[0].us, operation_names[op] + (" " + rows_name(row_bytes, rows))});
             }
         }
     judge_worst("one row over and over, PDL on / off", figures, '<', 1.02);
@@ -499,11 +441,9 @@ static void others()
 
 /* ---- large moves against one large copy ---- */
 
-/* The copy from a graph, and from a stream. */
 static std::vector<contender> copies()
 {
-    return {{"copy", enqueue_copy, 2.0 * double(copy_bytes), 24},
-            {"copy", enqueue_copy, 2.0 * double(copy_bytes), 24, true}};
+    return copy_contenders(cache_memory[0], table_memory, cache_bytes);
 }
 
 /* Returns the part of the copy's speed. */
@@ -534,7 +474,7 @@ static void large()
                 const index_sets sets(indexed_rows(op, row_bytes), rows);
                 const double part = large_point(packed(op, row_bytes, rows, sets));
                 const int which = row_bytes >= 1024 ? 3 : row_bytes >= 512 ? 2 : row_bytes >= 256 ? 1 : 0;
-                figures[which].push_back({part, place(row_bytes, rows)});
+                figures[which].push_back({part, rows_name(row_bytes, rows)});
             }
         const std::string what = std::string("large ") + operation_names[op] + "s / copy, GB/s, rows of ";
         judge_worst(what + "1024 B and more", figures[3], '>', 0.96);
@@ -603,7 +543,7 @@ static void order()
                     continue;
                 const double ratio = order_point(op, row_bytes, rows);
                 if (op == store && row_bytes >= 1024)
-                    wide.push_back({ratio, place(row_bytes, rows)});
+                    wide.push_back({ratio, rows_name(row_bytes, rows)});
             }
     judge_worst("store, random slots / in order, time, from 1,024 B on", wide, '<', 1.10);
 }
@@ -648,7 +588,7 @@ static void odd()
             for (const int64_t rows : {1024, 65536, 262144}) {
                 const double ratio = quick && rows != 262144 ? 0 : odd_point(op, row_bytes, rows);
                 if (rows == 262144)
-                    many.push_back({ratio, place(row_bytes, rows)});
+                    many.push_back({ratio, rows_name(row_bytes, rows)});
             }
         judge_worst(std::string(operation_names[op]) + ", odd rows / next multiple of 128, GB/s", many, '>', 0.85);
     }
@@ -677,7 +617,7 @@ static void misaligned_point(operation op, int64_t row_bytes, int64_t rows, cons
             const double ratio = c[0].us / c[1 + size_t(side) * offsets.size() + k].us;
             printf("  +%-2lld %5.3f", (long long)offsets[k], ratio);
             figures->push_back(
-                {ratio, place(row_bytes, rows) + " " + side_names[side] + " +" + std::to_string(offsets[k])});
+                {ratio, rows_name(row_bytes, rows) + " " + side_names[side] + " +" + std::to_string(offsets[k])});
         }
         printf("\n");
     }
@@ -709,8 +649,12 @@ static void host()
     const kvprim_store_desc s = store_desc(packed(store, row_bytes, rows, to), 0);
     const kvprim_cuda_launch off = on_stream(), on = on_stream(true);
     const void *const empty = reinterpret_cast<const void *>(empty_kernel);
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = empty_config(&attribute);
+    cudaLaunchAttribute attribute = {};
+    cudaLaunchConfig_t config = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.gridDim = dim3(1), config.blockDim = dim3(block_threads), config.stream = stream;
+    config.attrs = &attribute, config.numAttrs = 1;
     std::vector<host_call> calls = {
         {"cudaLaunchKernel", [=] { CUDA(cudaLaunchKernel(empty, 1, block_threads, nullptr, 0, stream)); }},
         {"cudaLaunchKernelExC, PDL", [&] { CUDA(cudaLaunchKernelExC(&config, empty, nullptr)); }},
@@ -738,12 +682,9 @@ static void open_all()
     for (char *&cache : cache_memory)
         cache = allocate_hashed(cache_bytes + slack);
     CUDA(cudaMalloc(&cub_memory, cub_memory_bytes));
-    std::vector<contender> copy = copies();
     std::vector<contender> empty = {{"empty", enqueue_empty<false>}, {"empty+PDL", enqueue_empty<true>}};
-    measure(copy);
+    measure_copy(cache_memory[0], table_memory, cache_bytes);
     measure(empty);
-    printf("cudaMemcpyAsync device to device of 256 MiB: %.0f GB/s in a graph, %.0f on a stream\n", gb_per_s(copy[0]),
-           gb_per_s(copy[1]));
     printf("empty kernel in a graph: %.3f us, with PDL %.3f us\n", empty[0].us, empty[1].us);
 }
 

@@ -40,6 +40,15 @@ struct norm_tensors {
     uint4 *buffer; /* of the one-shot kernel: three */
     uint32_t *state;
     float *scale, *scales; /* of the tensor; of each token */
+    std::vector<void *> all;
+
+    template <class T> T *allocate(size_t count)
+    {
+        void *p;
+        CUDA(cudaMalloc(&p, count * sizeof(T)));
+        all.push_back(p);
+        return static_cast<T *>(p);
+    }
 };
 static norm_tensors tensors[8];
 static uint32_t sms;
@@ -63,21 +72,14 @@ static __global__ void write_words(uint32_t *words, uint32_t value, uint64_t cou
 
 static const size_t one_shot_packs = one_shot_tokens * opponents::most_packs;
 
-template <class T> static T *allocate(size_t count)
-{
-    T *p;
-    CUDA(cudaMalloc(reinterpret_cast<void **>(&p), count * sizeof(T)));
-    return p;
-}
-
 static void open_norm(rank_state &r)
 {
     norm_tensors &t = tensors[r.rank];
     const size_t buffer_words = 3 * size_t(world) * one_shot_packs * 4;
-    t.residual = allocate<char>(most_bytes), t.residual_out = allocate<char>(most_bytes);
-    t.out = allocate<char>(most_bytes), t.weight = allocate<char>(16 * opponents::most_packs);
-    t.buffer = allocate<uint4>(buffer_words / 4), t.state = allocate<uint32_t>(4);
-    t.scale = allocate<float>(1), t.scales = allocate<float>(2048);
+    t.residual = t.allocate<char>(most_bytes), t.residual_out = t.allocate<char>(most_bytes);
+    t.out = t.allocate<char>(most_bytes), t.weight = t.allocate<char>(16 * opponents::most_packs);
+    t.buffer = t.allocate<uint4>(buffer_words / 4), t.state = t.allocate<uint32_t>(4);
+    t.scale = t.allocate<float>(1), t.scales = t.allocate<float>(2048);
     write_norm_inputs<<<1024, 256, 0, r.stream>>>(reinterpret_cast<__nv_bfloat16 *>(t.residual), most_bytes / 2,
                                                   reinterpret_cast<__nv_bfloat16 *>(t.weight));
     write_words<<<1024, 256, 0, r.stream>>>(reinterpret_cast<uint32_t *>(t.buffer), 0x80000000u, buffer_words);
@@ -90,10 +92,7 @@ static void open_norm(rank_state &r)
 
 static void close_norm(rank_state &r)
 {
-    norm_tensors &t = tensors[r.rank];
-    for (void *p : {static_cast<void *>(t.residual), static_cast<void *>(t.residual_out), static_cast<void *>(t.out),
-                    static_cast<void *>(t.weight), static_cast<void *>(t.buffer), static_cast<void *>(t.state),
-                    static_cast<void *>(t.scale), static_cast<void *>(t.scales)})
+    for (void *p : tensors[r.rank].all)
         CUDA(cudaFree(p));
 }
 
@@ -296,7 +295,13 @@ static norm_times measure_norm(const norm_case &c)
     return t;
 }
 
-static norm_times print_norm(const norm_case &c)
+/* A row of a table: kvprim's time, and that to the best opponent's. */
+struct norm_row {
+    double us;
+    figure to_best;
+};
+
+static norm_row print_norm(const norm_case &c)
 {
     const norm_times t = measure_norm(c);
     char one_shot[32] = "-";
@@ -306,7 +311,7 @@ static norm_times print_norm(const norm_case &c)
            t.us[sum_and_norm], t.us[nccl_and_norm], t.us[window_and_norm], one_shot, t.us[sum_alone],
            t.us[by_kvprim] / t.us[sum_alone], t.us[by_kvprim] / t.opponent_us);
     fflush(stdout);
-    return t;
+    return {t.us[by_kvprim], {t.us[by_kvprim] / t.opponent_us, c.name()}};
 }
 
 static void print_head(const char *title)
@@ -329,10 +334,10 @@ static void bench_norm_targets()
     std::vector<figure> ratios;
     print_head("all_reduce, residual and RMSNorm of bf16, tokens x hidden, us");
     for (const auto &one : list) {
-        const norm_times t = print_norm(one.c);
-        ratios.push_back({t.us[by_kvprim] / t.opponent_us, one.c.name()});
+        const norm_row row = print_norm(one.c);
+        ratios.push_back(row.to_best);
         if (world == 2)
-            judge("norm of " + one.c.name() + ", us", t.us[by_kvprim], '<', one.target_us);
+            judge("norm of " + one.c.name() + ", us", row.us, '<', one.target_us);
     }
     judge_worst("norm to the best opponent, at these sizes", ratios, '<', 0.8);
 }
@@ -344,9 +349,7 @@ static void bench_norms()
     for (const uint32_t hidden : {512u, 1024u, 2048u, 4096u, 5120u, 7168u, 8192u, 16384u})
         for (const uint32_t tokens : {1u, 8u, 32u, 128u, 512u, 2048u}) {
             const norm_case c = {tokens, hidden, to_bf16};
-            const norm_times t = print_norm(c);
-            const figure f = {t.us[by_kvprim] / t.opponent_us, c.name()};
-            (c.bytes() <= size_t(MiB) ? small : all).push_back(f);
+            (c.bytes() <= size_t(MiB) ? small : all).push_back(print_norm(c).to_best);
         }
     judge_worst("norm to the best opponent, up to 1 MB", small, '<', 0.9);
     judge_worst("norm to the best opponent, beyond", all, '<', 1.02);
@@ -359,21 +362,21 @@ static void bench_quantised()
         print_head(output == to_e4m3 ? "all_reduce, residual, RMSNorm and e4m3, a scale of the tensor, us"
                                      : "all_reduce, residual, RMSNorm and e4m3, a scale for each token, us");
         for (const uint32_t hidden : {4096u, 7168u})
-            for (const uint32_t tokens : {1u, 8u, 32u, 128u, 1024u}) {
-                const norm_case c = {tokens, hidden, output};
-                const norm_times t = print_norm(c);
-                ratios.push_back({t.us[by_kvprim] / t.opponent_us, c.name()});
-            }
+            for (const uint32_t tokens : {1u, 8u, 32u, 128u, 1024u})
+                ratios.push_back(print_norm({tokens, hidden, output}).to_best);
     }
     judge_worst("norm with e4m3 to the best opponent", ratios, '<', 1.02);
 }
 
 /* ---- exchanges ----
 
-   counts[a * world + b]: elements of bf16 that rank a sends to rank b. `bytes`: what a rank sends, or for a gather what
-   it receives. */
+   of[a * world + b]: elements of bf16 that rank a sends to rank b. A gather is an exchange in which a rank sends the
+   same to all. `bytes`: what a rank sends, or for a gather what it receives. */
 
-typedef std::vector<size_t> counts_of_ranks;
+struct counts_of_ranks {
+    std::vector<size_t> of;
+    bool gathers;
+};
 
 /* Rows of engines are multiples of 16 bytes. */
 static size_t whole_packs(size_t count)
@@ -381,7 +384,7 @@ static size_t whole_packs(size_t count)
     return count / 8 * 8;
 }
 
-static size_t add_up(const counts_of_ranks &counts, size_t first, size_t step, size_t many)
+static size_t add_up(const std::vector<size_t> &counts, size_t first, size_t step, size_t many)
 {
     size_t sum = 0;
     for (size_t k = 0; k < many; k++)
@@ -391,19 +394,19 @@ static size_t add_up(const counts_of_ranks &counts, size_t first, size_t step, s
 
 static size_t sent_before(const counts_of_ranks &counts, int from, int to)
 {
-    return add_up(counts, size_t(from * world), 1, size_t(to));
+    return counts.gathers ? 0 : add_up(counts.of, size_t(from * world), 1, size_t(to));
 }
 
 static size_t received_before(const counts_of_ranks &counts, int from, int to)
 {
-    return add_up(counts, size_t(to), size_t(world), size_t(from));
+    return add_up(counts.of, size_t(to), size_t(world), size_t(from));
 }
 
 static void enqueue_grouped(rank_state &r, const counts_of_ranks &counts)
 {
     NCCL(ncclGroupStart());
     for (int k = 0; k < world; k++) {
-        const size_t out = counts[size_t(r.rank * world + k)], in = counts[size_t(k * world + r.rank)];
+        const size_t out = counts.of[size_t(r.rank * world + k)], in = counts.of[size_t(k * world + r.rank)];
         if (out)
             NCCL(ncclSend(r.x + 2 * sent_before(counts, r.rank, k), out, ncclBfloat16, k, r.nccl, r.stream));
         if (in)
@@ -421,8 +424,13 @@ static rank_way exchange_by(const counts_of_ranks &counts, const char *name,
                 for (int from = 0; from < world; from++)
                     check_result<__nv_bfloat16>(r, r.y + 2 * received_before(counts, from, r.rank),
                                                 {copy_of, from, from + 1, sent_before(counts, from, r.rank)},
-                                                counts[size_t(from * world + r.rank)], name);
+                                                counts.of[size_t(from * world + r.rank)], name);
             }};
+}
+
+static rank_way exchange_grouped(const counts_of_ranks &counts)
+{
+    return exchange_by(counts, "grouped", [=](rank_state &r, int) { enqueue_grouped(r, counts); });
 }
 
 static void bench_all_to_all()
@@ -432,9 +440,9 @@ static void bench_all_to_all()
            "kvprim", "/ best of NCCL");
     for (size_t bytes = 2 << 10; bytes <= most_bytes; bytes *= 2) {
         const size_t part = whole_packs(bytes / 2 / size_t(world));
-        const counts_of_ranks counts(size_t(world) * size_t(world), part);
+        const counts_of_ranks counts = {std::vector<size_t>(size_t(world) * size_t(world), part), false};
         std::vector<rank_way> ways = {
-            exchange_by(counts, "grouped", [=](rank_state &r, int) { enqueue_grouped(r, counts); }),
+            exchange_grouped(counts),
             exchange_by(counts, "kvprim_all_to_all",
                         [=](rank_state &r, int) {
                             check_kvprim(kvprim_all_to_all(&r.comm, r.y, r.x, part, KVPRIM_BF16, r.stream));
@@ -468,14 +476,14 @@ static void bench_all_to_all()
    all send a part to the last one, and nothing else. */
 static counts_of_ranks uneven_counts(size_t total, bool to_one)
 {
-    counts_of_ranks counts(size_t(world) * size_t(world), 0);
+    std::vector<size_t> counts(size_t(world) * size_t(world), 0);
     for (int a = 0; a < world; a++)
         for (int k = 0; k < world; k++)
             counts[size_t(a * world + (a + k) % world)] =
                 whole_packs(total * size_t(k + 1) * 2 / size_t(world * (world + 1)));
     for (size_t k = 0; to_one && k < counts.size(); k++)
         counts[k] = k % size_t(world) == size_t(world - 1) ? whole_packs(total / size_t(world)) : 0;
-    return counts;
+    return {counts, false};
 }
 
 static void bench_all_to_allv()
@@ -490,9 +498,8 @@ static void bench_all_to_allv()
         for (const bool to_one : {false, true}) {
             const counts_of_ranks counts = uneven_counts(bytes / 2, to_one);
             std::vector<rank_way> ways = {
-                exchange_by(counts, "grouped", [=](rank_state &r, int) { enqueue_grouped(r, counts); }),
-                exchange_by(counts, "kvprim_all_to_allv", [=](rank_state &r, int) {
-                    check_kvprim(kvprim_all_to_allv(&r.comm, r.y, r.x, counts.data(), KVPRIM_BF16, r.stream));
+                exchange_grouped(counts), exchange_by(counts, "kvprim_all_to_allv", [=](rank_state &r, int) {
+                    check_kvprim(kvprim_all_to_allv(&r.comm, r.y, r.x, counts.of.data(), KVPRIM_BF16, r.stream));
                 })};
             measure(ways, calls_in_graph(bytes));
             const figure f = {ways[1].us / ways[0].us, size_name(int64_t(bytes)) + (to_one ? " to one" : "")};
@@ -516,7 +523,7 @@ static void enqueue_broadcasts(rank_state &r, const std::vector<size_t> &counts)
     NCCL(ncclGroupEnd());
 }
 
-/* Rank r gives in proportion r + 1. A gather is an exchange in which a rank sends the same to all. */
+/* Rank r gives in proportion r + 1. */
 static void bench_all_gatherv()
 {
     std::vector<figure> small, all;
@@ -526,28 +533,14 @@ static void bench_all_gatherv()
         std::vector<size_t> counts;
         for (int r = 0; r < world; r++)
             counts.push_back(whole_packs(bytes / 2 * size_t(r + 1) * 2 / size_t(world * (world + 1))));
-        const auto check = [=](rank_state &r) {
-            for (int from = 0; from < world; from++)
-                check_result<__nv_bfloat16>(r, r.y + 2 * add_up(counts, 0, 1, size_t(from)),
-                                            {copy_of, from, from + 1, 0}, counts[size_t(from)], "all_gatherv");
-        };
-        const auto clear = [=](rank_state &r) { CUDA(cudaMemsetAsync(r.y, 0xee, bytes, r.stream)); };
-        const auto send_to_all = [=](rank_state &r, int) {
-            NCCL(ncclGroupStart());
-            for (int k = 0; k < world; k++) {
-                NCCL(ncclSend(r.x, counts[size_t(r.rank)], ncclBfloat16, k, r.nccl, r.stream));
-                NCCL(ncclRecv(r.y + 2 * add_up(counts, 0, 1, size_t(k)), counts[size_t(k)], ncclBfloat16, k, r.nccl,
-                              r.stream));
-            }
-            NCCL(ncclGroupEnd());
-        };
+        counts_of_ranks all_counts = {{}, true};
+        for (const size_t count : counts)
+            all_counts.of.insert(all_counts.of.end(), size_t(world), count);
         std::vector<rank_way> ways = {
-            {[=](rank_state &r, int) { enqueue_broadcasts(r, counts); }, clear, check},
-            {send_to_all, clear, check},
-            {[=](rank_state &r, int) {
-                 check_kvprim(kvprim_all_gatherv(&r.comm, r.y, r.x, counts.data(), KVPRIM_BF16, r.stream));
-             },
-             clear, check}};
+            exchange_by(all_counts, "broadcasts", [=](rank_state &r, int) { enqueue_broadcasts(r, counts); }),
+            exchange_grouped(all_counts), exchange_by(all_counts, "kvprim_all_gatherv", [=](rank_state &r, int) {
+                check_kvprim(kvprim_all_gatherv(&r.comm, r.y, r.x, counts.data(), KVPRIM_BF16, r.stream));
+            })};
         measure(ways, calls_in_graph(bytes));
         const double best = std::min(ways[0].us, ways[1].us);
         const figure f = {ways[2].us / best, size_name(int64_t(bytes))};

@@ -3,8 +3,9 @@
    includes a header of kvprim first.
 
    A contender is a way to do a job. Its time is the time of one launch inside a replayed CUDA graph of several
-   launches. The GPU spins until the replay is enqueued, so that the host's time does not show. Contenders take turns in
-   each repetition, and the median counts. */
+   launches: 64, or 24 if one moves more than 64 MB, or as many as a program says. The GPU spins until the replay is
+   enqueued, so that the host's time does not show. Contenders take turns in each repetition, and the median counts.
+   Before a contender is timed, everything that its last launch moved is compared with its source. */
 #ifndef BENCH_GPU_H
 #define BENCH_GPU_H
 
@@ -62,10 +63,50 @@ inline kvprim_cuda_launch on_stream(bool pdl = false, int32_t max_sms = 0)
 inline kvprim_table table_at(char *data, int64_t rows, int64_t stride = 0)
 {
     kvprim_table t = {};
-    t.data = data;
-    t.rows = rows;
-    t.stride = stride;
+    t.data = data, t.rows = rows, t.stride = stride;
     return t;
+}
+
+template <class T> constexpr kvprim_index_type index_type = sizeof(T) == 8 ? KVPRIM_I64 : KVPRIM_I32;
+
+template <class T>
+kvprim_gather_desc gather_of(const kvprim_table &dst, const kvprim_table &src, int64_t row_bytes, const T *index,
+                             int64_t count)
+{
+    kvprim_gather_desc d = {};
+    d.dst = dst, d.src = src, d.row_bytes = row_bytes;
+    d.index = index, d.index_type = index_type<T>, d.count = count;
+    return d;
+}
+
+/* Of K; callers add V. */
+template <class T>
+kvprim_store_desc store_of(const kvprim_table &k_cache, const kvprim_table &k, int64_t k_bytes, const T *slot,
+                           int64_t count)
+{
+    kvprim_store_desc d = {};
+    d.k_cache = k_cache, d.k = k, d.k_bytes = k_bytes;
+    d.slot = slot, d.slot_type = index_type<T>, d.count = count;
+    return d;
+}
+
+template <class T>
+kvprim_transfer_desc transfer_of(const kvprim_table &dst, const kvprim_table &src, int64_t row_bytes, int32_t layers,
+                                 const T *to, const T *from, int64_t count)
+{
+    kvprim_transfer_desc d = {};
+    d.dst = dst, d.src = src, d.row_bytes = row_bytes, d.layers = layers;
+    d.dst_index = to, d.src_index = from, d.index_type = index_type<T>, d.count = count;
+    return d;
+}
+
+/* Enqueues what a descriptor says. */
+template <class desc>
+void call_kvprim(kvprim_status (*function)(const desc *, const kvprim_cuda_launch *), const desc &d, bool pdl = false,
+                 int32_t max_sms = 0)
+{
+    const kvprim_cuda_launch launch = on_stream(pdl, max_sms);
+    check_kvprim(function(&d, &launch));
 }
 #endif
 
@@ -142,17 +183,46 @@ inline uint64_t shuffled(uint64_t x, uint64_t key, int bits)
     return x;
 }
 
-/* Lists of `count` distinct random rows out of `rows`. Launches take them in turn. */
-struct index_sets {
-    int64_t rows, count;
-    int sets;
-    std::vector<int32_t> host;
-    on_device<int32_t> device;
+constexpr int sets_count = 8;
 
-    index_sets(int64_t out_of, int64_t in_set, int sets_ = 8, uint64_t seed = 0)
-        : rows(out_of), count(in_set), sets(sets_)
+/* Lists of `count` values, on the host and on the GPU. Launches take them in turn. */
+template <class T> struct value_sets {
+    int64_t count = 0;
+    int sets = 0;
+    std::vector<T> host;
+    on_device<T> device;
+
+    value_sets() = default;
+    value_sets(int64_t in_set, std::vector<T> values)
+        : count(in_set), sets(int(int64_t(values.size()) / in_set)), host(std::move(values)), device(upload(host))
+    {
+    }
+    value_sets(int64_t in_set, const std::function<int64_t(int set, int64_t i)> &value)
+        : count(in_set), sets(sets_count)
+    {
+        for (int set = 0; set < sets; set++)
+            for (int64_t i = 0; i < count; i++)
+                host.push_back(T(value(set, i)));
+        device = upload(host);
+    }
+    const T *set(int i) const
+    {
+        return device.get() + i % sets * count;
+    }
+    const T *host_set(int i) const
+    {
+        return host.data() + i % sets * count;
+    }
+};
+
+/* Distinct random rows out of `rows`. */
+struct index_sets : value_sets<int32_t> {
+    int64_t rows;
+
+    index_sets(int64_t out_of, int64_t in_set, int how_many = sets_count, uint64_t seed = 0) : rows(out_of)
     {
         int bits = 1;
+        count = in_set, sets = how_many;
         while (int64_t(1) << bits < rows)
             bits++;
         for (int set = 0; set < sets; set++)
@@ -165,15 +235,44 @@ struct index_sets {
             }
         device = upload(host);
     }
-    const int32_t *set(int i) const
+};
+
+/* Requests of `length` tokens each in random pages. `table`: the pages of the requests in turn. */
+struct page_sets {
+    int64_t pages, page_rows, tokens, length;
+    value_sets<int32_t> table, slots;
+    on_device<int32_t> starts, request; /* where each request's tokens start; the request of each token */
+
+    page_sets(int64_t pages_, int64_t page_rows_, int64_t tokens_, int64_t length_, uint64_t seed)
+        : pages(pages_), page_rows(page_rows_), tokens(tokens_), length(length_)
     {
-        return device.get() + i % sets * count;
+        const index_sets random(pages, tokens / page_rows, sets_count, seed);
+        std::vector<int32_t> start, owner;
+        for (int64_t i = 0; i < tokens; i++)
+            owner.push_back(int32_t(i / length));
+        for (int64_t i = 0; i <= tokens; i += length)
+            start.push_back(int32_t(i));
+        table = {random.count, random.host};
+        slots = {tokens,
+                 [&](int set, int64_t i) { return random.host_set(set)[i / page_rows] * page_rows + i % page_rows; }};
+        starts = upload(start), request = upload(owner);
     }
-    const int32_t *host_set(int i) const
+    int64_t requests() const
     {
-        return host.data() + i % sets * count;
+        return tokens / length;
+    }
+    const int32_t *index(bool by_pages, int i) const
+    {
+        return (by_pages ? table : slots).set(i);
     }
 };
+
+/* Where launch i reads or writes its `bytes` in a buffer of `room` bytes. */
+inline int64_t rotated(int i, int64_t bytes, int64_t room)
+{
+    const int64_t region = (bytes + 255) / 256 * 256;
+    return i % (room / region) * region;
+}
 
 /* ---- timing ---- */
 
@@ -194,6 +293,17 @@ struct contender {
 inline double gb_per_s(const contender &c)
 {
     return 1e-3 * c.bytes_moved / c.us;
+}
+
+/* In a replay. */
+inline int launches_for(double bytes_moved)
+{
+    return bytes_moved > 64e6 ? 24 : 64;
+}
+
+inline std::string rows_name(int64_t row_bytes, int64_t rows)
+{
+    return std::to_string(row_bytes) + " B x " + std::to_string(rows);
 }
 
 inline double median(std::vector<double> values)
@@ -291,6 +401,20 @@ inline void measure(std::vector<contender> &all)
     }
 }
 
+/* The times of some contenders. */
+inline void print_us(const std::vector<contender> &c, int width, int digits, size_t first = 0, size_t end = SIZE_MAX)
+{
+    for (size_t k = first; k < std::min(end, c.size()); k++)
+        printf(" %*.*f", width, digits, c[k].us);
+}
+
+/* Numbers, and "-" where there is none. */
+inline void print_numbers(const std::vector<double> &all, int width, int digits)
+{
+    for (const double x : all)
+        std::isnan(x) ? printf(" %*s", width, "-") : printf(" %*.*f", width, digits, x);
+}
+
 inline double now_us()
 {
     return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -359,6 +483,26 @@ template <class function> void check_pieces(contender &c, const std::string &job
 }
 
 /* ---- copies of the runtime ---- */
+
+constexpr int64_t copy_bytes = 256 * MiB; /* of the copy that others are compared with */
+
+/* Copies from `src` to `dst`, which have room for several: in a graph, and on a stream. */
+inline std::vector<contender> copy_contenders(char *dst, const char *src, int64_t room)
+{
+    const auto copy = [=](int i) {
+        const int64_t at = i % (room / copy_bytes) * copy_bytes;
+        CUDA(cudaMemcpyAsync(dst + at, src + at, size_t(copy_bytes), cudaMemcpyDeviceToDevice, stream));
+    };
+    return {{"copy", copy, 2.0 * double(copy_bytes), 24}, {"copy", copy, 2.0 * double(copy_bytes), 24, true}};
+}
+
+inline void measure_copy(char *dst, const char *src, int64_t room)
+{
+    std::vector<contender> copy = copy_contenders(dst, src, room);
+    measure(copy);
+    printf("cudaMemcpyAsync device to device of 256 MiB: %.0f GB/s in a graph, %.0f on a stream\n", gb_per_s(copy[0]),
+           gb_per_s(copy[1]));
+}
 
 /* Copies in one call of cudaMemcpyBatchAsync (one by one where CUDA has none), or one by one. */
 struct copy_list {
@@ -455,6 +599,13 @@ inline void print_verdicts()
     verdicts.clear();
 }
 
+/* Of points that exist. */
+inline void add_figure(std::vector<figure> *f, double value, const std::string &where)
+{
+    if (!std::isnan(value))
+        f->push_back({value, where});
+}
+
 /* Judges the worst figure, and says where the three worst are. */
 inline void judge_worst(const std::string &what, std::vector<figure> f, char relation, double limit)
 {
@@ -482,6 +633,12 @@ inline void judge_mean(const std::string &what, const std::vector<figure> &f, do
         sum += std::log(a.value);
     judge(what, std::exp(sum / double(f.size())), '<', limit,
           "geometric mean of " + std::to_string(f.size()) + " points");
+}
+
+inline void judge_both(const std::string &what, const std::vector<figure> &f, double mean, double worst)
+{
+    judge_mean(what, f, mean);
+    judge_worst(what, f, '<', worst);
 }
 
 inline std::string size_name(int64_t bytes)

@@ -6,9 +6,8 @@
        nvcc -arch=sm_90 -std=c++17 -O3 -I. tests/bench/bench_layouts.cu -o build/bench_layouts
        build/bench_layouts [--quick] [--only rows|host]
 
-   Times are of launches inside a replayed CUDA graph, medians of repetitions in which the contenders take turns; ratios
-   are within one run. Rows are random. GB/s of device memory count each byte as read and as written, GB/s of the link
-   once. */
+   bench_gpu.h says how times are taken; ratios are within one run. Rows are random. GB/s of device memory count each
+   byte as read and as written, GB/s of the link once. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
@@ -16,7 +15,7 @@
 constexpr int64_t page_rows = 64, table_rows = 1 << 19; /* of 1,152 bytes: 0.6 GB, more than the second-level cache */
 constexpr int64_t few_rows = 64, many_rows = 65536;
 constexpr int32_t heads = 4;
-constexpr int inputs = 4, sets_count = 8;
+constexpr int inputs = 4;
 
 static char *cache_memory, *row_memory, *host_memory;
 
@@ -51,22 +50,13 @@ static char *rows_of(const row_job &j, int i)
     return row_memory + i % inputs * j.slots->count * j.row_bytes();
 }
 
-static void enqueue_store(const row_job &j, int i)
+static void enqueue_rows(const row_job &j, bool store, int i)
 {
-    kvprim_store_desc d = {};
-    d.k_cache = j.table(), d.k = table_at(rows_of(j, i), j.slots->count), d.k_bytes = j.row_bytes();
-    d.slot = j.slots->set(i), d.slot_type = KVPRIM_I32, d.count = j.slots->count;
-    const kvprim_cuda_launch launch = on_stream();
-    check_kvprim(kvprim_cuda_store(&d, &launch));
-}
-
-static void enqueue_gather(const row_job &j, int i)
-{
-    kvprim_gather_desc d = {};
-    d.src = j.table(), d.dst = table_at(rows_of(j, i), j.slots->count), d.row_bytes = j.row_bytes();
-    d.index = j.slots->set(i), d.index_type = KVPRIM_I32, d.count = j.slots->count;
-    const kvprim_cuda_launch launch = on_stream();
-    check_kvprim(kvprim_cuda_gather(&d, &launch));
+    const kvprim_table rows = table_at(rows_of(j, i), j.slots->count);
+    if (store)
+        call_kvprim(kvprim_cuda_store, store_of(j.table(), rows, j.row_bytes(), j.slots->set(i), j.slots->count));
+    else
+        call_kvprim(kvprim_cuda_gather, gather_of(rows, j.table(), j.row_bytes(), j.slots->set(i), j.slots->count));
 }
 
 /* What is contiguous on both sides. */
@@ -90,7 +80,7 @@ struct row_pieces {
 
 static contender contend_rows(const row_job &j, bool store)
 {
-    contender c = {store ? "store" : "gather", [=](int i) { store ? enqueue_store(j, i) : enqueue_gather(j, i); },
+    contender c = {store ? "store" : "gather", [=](int i) { enqueue_rows(j, store, i); },
                    2 * double(j.slots->count * j.row_bytes()), j.slots->count < 1000 ? 64 : 16};
     const int64_t in_row = j.where == HND ? heads : 1;
     check_pieces(c, std::string(place_names[j.where]) + ", " + size_name(j.bytes), j.slots->count * in_row, [=](int i) {
@@ -126,19 +116,15 @@ static void rows_point(int64_t bytes, int64_t count, std::vector<figure> *stores
 static void enqueue_v4(const index_sets &slots, bool values, bool scales, int i)
 {
     constexpr int64_t page_bytes = 37440;
-    kvprim_store_desc d = {};
-    d.k_cache = table_at(cache_memory, slots.rows), d.v_cache = table_at(cache_memory + page_rows * 576, slots.rows);
-    d.k_cache.page_rows = d.v_cache.page_rows = page_rows, d.k_cache.page_stride = d.v_cache.page_stride = page_bytes;
-    d.k = table_at(row_memory + i % inputs * slots.count * 584, slots.count);
-    d.v = table_at(static_cast<char *>(d.k.data) + slots.count * 576, slots.count);
-    d.k_bytes = 576, d.v_bytes = 8;
-    if (!values) /* they are stored as K */
-        d.k_cache = d.v_cache, d.k = d.v, d.k_bytes = d.v_bytes;
-    if (!values || !scales)
-        d.v_cache = d.v = {}, d.v_bytes = 0;
-    d.slot = slots.set(i), d.slot_type = KVPRIM_I32, d.count = slots.count;
-    const kvprim_cuda_launch launch = on_stream();
-    check_kvprim(kvprim_cuda_store(&d, &launch));
+    kvprim_table caches[2] = {table_at(cache_memory, slots.rows), table_at(cache_memory + page_rows * 576, slots.rows)};
+    char *const rows = row_memory + i % inputs * slots.count * 584;
+    const kvprim_table of[2] = {table_at(rows, slots.count), table_at(rows + slots.count * 576, slots.count)};
+    for (kvprim_table &t : caches)
+        t.page_rows = page_rows, t.page_stride = page_bytes;
+    kvprim_store_desc d = store_of(caches[!values], of[!values], values ? 576 : 8, slots.set(i), slots.count);
+    if (values && scales)
+        d.v_cache = caches[1], d.v = of[1], d.v_bytes = 8;
+    call_kvprim(kvprim_cuda_store, d);
 }
 
 static void v4_point(int64_t count)
@@ -156,8 +142,7 @@ static void v4_point(int64_t count)
                                 {"scales", one(false, true), bytes, launches}};
     measure(c);
     printf("%8lld", (long long)count);
-    for (const contender &k : c)
-        printf(" %10.2f", k.us);
+    print_us(c, 10, 2);
     printf("\n");
 }
 
@@ -210,22 +195,18 @@ enum offload { LAYERS, PIECES, PAGES };
 static void enqueue_offload(offload how, const index_sets *to, const index_sets *from, bool out, int32_t max_sms, int i)
 {
     const int64_t token = layers * latent, page = page_rows * latent;
-    kvprim_transfer_desc d = {};
     kvprim_table gpu = table_at(cache_memory, from->rows), host = table_at(host_memory, to->rows);
-    d.row_bytes = how == LAYERS ? latent : how == PIECES ? token : page;
-    d.layers = how == PIECES ? 1 : layers;
-    int64_t gpu_layer = pool_rows * latent, host_layer = d.row_bytes;
+    const int64_t row = how == LAYERS ? latent : how == PIECES ? token : page;
+    int64_t gpu_layer = pool_rows * latent, host_layer = row;
     if (how == PIECES) {
         gpu.stride = latent, gpu.heads = layers, gpu.head_stride = gpu_layer;
         gpu_layer = host_layer = 0;
     } else
-        host.stride = layers * d.row_bytes;
-    d.dst = out ? host : gpu, d.src = out ? gpu : host;
+        host.stride = layers * row;
+    kvprim_transfer_desc d = transfer_of(out ? host : gpu, out ? gpu : host, row, how == PIECES ? 1 : layers,
+                                         (out ? to : from)->set(i), (out ? from : to)->set(i), to->count);
     d.dst_layer_stride = out ? host_layer : gpu_layer, d.src_layer_stride = out ? gpu_layer : host_layer;
-    d.dst_index = out ? to->set(i) : from->set(i), d.src_index = out ? from->set(i) : to->set(i);
-    d.index_type = KVPRIM_I32, d.count = to->count;
-    const kvprim_cuda_launch launch = on_stream(false, max_sms);
-    check_kvprim(kvprim_cuda_transfer(&d, &launch));
+    call_kvprim(kvprim_cuda_transfer, d, false, max_sms);
 }
 
 /* The pieces of all layers. `unit`: rows of a page, or 1. */
@@ -238,8 +219,8 @@ struct offload_pieces {
     __device__ piece operator()(int64_t n) const
     {
         const int64_t i = n / layers, l = n % layers, bytes = unit * latent;
-        char *const in_host = host + (to[i] * layers + l) * bytes, *const in_gpu =
-                                                                       gpu + l * pool_rows * latent + from[i] * bytes;
+        char *const in_host = host + (to[i] * layers + l) * bytes;
+        char *const in_gpu = gpu + l * pool_rows * latent + from[i] * bytes;
         return out ? piece{in_host, in_gpu, bytes} : piece{in_gpu, in_host, bytes};
     }
 };

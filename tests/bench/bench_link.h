@@ -5,6 +5,7 @@
 #define BENCH_LINK_H
 
 #include "bench_ranks.h"
+#include "opponents_launch.h"
 #include <map>
 
 /* ---- the link ----
@@ -70,9 +71,7 @@ struct flag_params {
 static __global__ void exchange_flags(flag_params p)
 {
     const uint32_t peer = threadIdx.x;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    pdl_wait<true>();
     if (peer < p.world && peer != p.rank)
         for (uint32_t k = 0; k < p.rounds; k++) {
             p.theirs[peer][k * 8 + p.rank] = 1;
@@ -91,20 +90,6 @@ inline void open_flags(rank_state &r)
     CUDA(cudaDeviceSynchronize());
 }
 
-/* Launched as kvprim's kernels are: its blocks may be resident before the previous kernel ends. */
-template <class... parameters, class... arguments>
-void launch_dependent(cudaStream_t on, void (*kernel)(parameters...), unsigned blocks, unsigned threads,
-                      arguments... given)
-{
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.stream = on;
-    config.attrs = &attribute, config.numAttrs = 1;
-    CUDA(cudaLaunchKernelEx(&config, kernel, given...));
-}
-
 inline void enqueue_flags(rank_state &r, int call, uint32_t rounds)
 {
     flag_params p = {};
@@ -113,7 +98,8 @@ inline void enqueue_flags(rank_state &r, int call, uint32_t rounds)
     p.mine = flags[r.rank] + set;
     for (int k = 0; k < world; k++)
         p.theirs[k] = flags[k] + set;
-    launch_dependent(r.stream, exchange_flags, 1, 32, p);
+    /* launched as kvprim's kernels are: its blocks may be resident before the previous kernel ends */
+    CUDA(launch_opponent(exchange_flags, 1, 32, true, r.stream, p));
 }
 
 /* Microseconds of an empty node of a graph; of an empty one that is launched as kvprim's kernels are; with a flag to

@@ -352,6 +352,14 @@ static void bench_all_reduce()
             judge("all_reduce of " + r.name, r.value, '<', r.target);
 }
 
+static void write_inputs(void (*fill)(rank_state &, char *))
+{
+    on_all([fill](rank_state &r) {
+        fill(r, r.x);
+        CUDA(cudaStreamSynchronize(r.stream));
+    });
+}
+
 /* What NCCL alone did before: reductions other than a sum, and sums of e4m3. */
 static void bench_operations()
 {
@@ -369,12 +377,7 @@ static void bench_operations()
                    world);
             continue;
         }
-        const auto fill =
-            one.first == all_reduce_e4m3 ? enqueue_samples<__nv_fp8_e4m3> : enqueue_samples<__nv_bfloat16>;
-        on_all([fill](rank_state &r) {
-            fill(r, r.x);
-            CUDA(cudaStreamSynchronize(r.stream));
-        });
+        write_inputs(one.first == all_reduce_e4m3 ? enqueue_samples<__nv_fp8_e4m3> : enqueue_samples<__nv_bfloat16>);
         printf("\nall_reduce, %s, us\n%8s %8s %8s   %s\n", one.second, "", "NCCL", "kvprim", "to NCCL");
         for_these({8 << 10, 64 << 10, 512 << 10, 8 << 20, 64 << 20}, [&](size_t bytes, const std::string &name) {
             const auto us = measure(one.first, bytes, {by_nccl, by_kvprim});
@@ -382,10 +385,7 @@ static void bench_operations()
             printf(" %8.2f %8.2f   %.3f\n", us[by_nccl], us[by_kvprim], ratios.back().value);
         });
     }
-    on_all([](rank_state &r) {
-        enqueue_samples<__nv_bfloat16>(r, r.x);
-        CUDA(cudaStreamSynchronize(r.stream));
-    });
+    write_inputs(enqueue_samples<__nv_bfloat16>);
     judge_worst("max, average, e4m3 to ordinary-memory NCCL", ratios, '<', 1.02);
 }
 

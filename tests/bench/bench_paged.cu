@@ -5,9 +5,7 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_paged.cu -o build/bench_paged
        build/bench_paged [--quick] [--only store|mla|layouts|gather|v0]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
-   8 sets of slots and rotating dense buffers. They are medians of repetitions in which the contenders take turns.
-   Before a contender is timed, everything that its last launch moved is compared with what it should have moved.
+   Times are microseconds per launch, as bench_gpu.h takes them, over 8 sets of slots and rotating dense buffers.
 
    The opponents are written anew, each with the launch of the project that it stands for, and at least as fast: it
    checks nothing that theirs does not, sizes that theirs read at run time are constants, and a thread loads all that it
@@ -16,46 +14,16 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
+#include "opponents_launch.h"
 #include <type_traits>
 
 constexpr int64_t cache_bytes = 8 * GiB; /* K and V */
 constexpr int64_t dense_bytes = 4 * GiB; /* K, and V in the other half; what a gather writes */
-constexpr int sets_count = 8;
 
 static char *cache_memory, *dense_memory;
 static uint32_t multiprocessors;
 
-static std::string place(int64_t row_bytes, int64_t tokens)
-{
-    return std::to_string(row_bytes) + " B x " + std::to_string(tokens);
-}
-
-static int launches_for(double bytes_moved)
-{
-    return bytes_moved > 64e6 ? 24 : 64;
-}
-
 /* ---- where tokens go ---- */
-
-/* sets_count lists of `count` values. */
-template <class T> struct value_sets {
-    std::vector<T> host;
-    on_device<T> device;
-    int64_t count = 0;
-
-    void make(int64_t in_set, const std::function<int64_t(int set, int64_t i)> &value)
-    {
-        count = in_set;
-        for (int set = 0; set < sets_count; set++)
-            for (int64_t i = 0; i < count; i++)
-                host.push_back(T(value(set, i)));
-        device = upload(host);
-    }
-    const T *set(int i) const
-    {
-        return device.get() + i % sets_count * count;
-    }
-};
 
 /* Slots in pages of page_rows tokens, as each of the projects takes them. They are random, as of requests that decode,
    each with a token and a page in FlashInfer's lists; or random pages are filled one after the other, as by one
@@ -75,15 +43,18 @@ struct slot_sets {
             const int32_t *const one = random.host_set(set);
             return prompt ? one[i / page_rows] * page_rows + i % page_rows : int64_t(one[i]);
         };
-        slot.make(most, at);
-        slot64.make(most, at);
-        batch.make(most, [&](int, int64_t i) { return prompt ? 0 : i; });
-        position.make(most, [&](int set, int64_t i) { return prompt ? i : at(set, i) % page_rows; });
-        first_page.make(most + 1, [&](int, int64_t i) { return i; });
-        table.make(prompt ? pages : most, [&](int set, int64_t i) {
+        const auto make32 = [&](int64_t count, const std::function<int64_t(int, int64_t)> &value) {
+            return value_sets<int32_t>(count, value);
+        };
+        slot = make32(most, at);
+        slot64 = value_sets<int64_t>(most, at);
+        batch = make32(most, [&](int, int64_t i) { return prompt ? 0 : i; });
+        position = make32(most, [&](int set, int64_t i) { return prompt ? i : at(set, i) % page_rows; });
+        first_page = make32(most + 1, [&](int, int64_t i) { return i; });
+        table = make32(prompt ? pages : most, [&](int set, int64_t i) {
             return prompt ? int64_t(random.host_set(set)[i]) : at(set, i) / page_rows;
         });
-        length.make(most, [&](int set, int64_t i) { return at(set, i) % page_rows + 1; });
+        length = make32(most, [&](int set, int64_t i) { return at(set, i) % page_rows + 1; });
     }
 };
 
@@ -105,13 +76,19 @@ static cache make_cache(layout l, int64_t heads, int64_t head_bytes, int64_t pag
 {
     const int64_t row = heads * head_bytes, page = page_rows * row;
     const bool hnd = l == HND || l == HND_BOTH, both = l == NHD_BOTH || l == HND_BOTH || l == BESIDE;
-    cache c = {
-        cache_memory, cache_memory, cache_bytes / 2 / row, heads, head_bytes, l == FLAT ? 0 : page_rows, 0, 0, 0};
-    c.v += l == BESIDE ? row : both ? page : cache_bytes / 2;
-    c.page_stride = both ? 2 * page : page;
-    c.row_stride = hnd ? head_bytes : l == BESIDE ? 2 * row : row;
-    c.head_stride = hnd ? page_rows * head_bytes : head_bytes;
-    return c;
+    return {cache_memory,
+            cache_memory + (l == BESIDE ? row
+                            : both      ? page
+                                        : cache_bytes / 2),
+            cache_bytes / 2 / row,
+            heads,
+            head_bytes,
+            l == FLAT ? 0 : page_rows,
+            both ? 2 * page : page,
+            hnd           ? head_bytes
+            : l == BESIDE ? 2 * row
+                          : row,
+            hnd ? page_rows * head_bytes : head_bytes};
 }
 
 static kvprim_table table_of(const cache &c, bool v)
@@ -218,32 +195,27 @@ static const char *const opponent_names[] = {"vLLM", "FlashInfer append", "Flash
 
 template <int head_bytes, int heads, int element_bytes> static void enqueue_vllm(const paged &p, const dense &d)
 {
-    const unsigned elements = heads * head_bytes / element_bytes, threads = elements < 512 ? elements : 512;
-    if (p.head_stride != head_bytes)
-        vllm_store<head_bytes, heads, element_bytes, true><<<p.count, threads, 0, stream>>>(p, d.k, d.v, d.slot);
-    else
-        vllm_store<head_bytes, heads, element_bytes, false><<<p.count, threads, 0, stream>>>(p, d.k, d.v, d.slot);
-    CUDA(cudaGetLastError());
+    const unsigned elements = heads * head_bytes / element_bytes;
+    CUDA(launch_opponent(p.head_stride != head_bytes ? vllm_store<head_bytes, heads, element_bytes, true>
+                                                     : vllm_store<head_bytes, heads, element_bytes, false>,
+                         p.count, std::min(elements, 512u), false, stream, p, d.k, d.v, d.slot));
 }
 
 template <int head_bytes, int heads> static void enqueue_append(const paged &p, const dense &d)
 {
     static int fit = 0;
+    const auto kernel = flashinfer_append<head_bytes, heads>;
     if (fit == 0)
-        CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, flashinfer_append<head_bytes, heads>,
-                                                           head_bytes / 16 * heads, 0));
+        CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, head_bytes / 16 * heads, 0));
     const uint32_t wanted = (p.count + multiprocessors - 1) / multiprocessors;
-    const uint32_t blocks = std::min(uint32_t(fit), wanted) * multiprocessors;
-    flashinfer_append<head_bytes, heads>
-        <<<blocks, dim3(head_bytes / 16, heads), 0, stream>>>(p, d.k, d.v, d.batch, d.position, d.first_page, d.table);
-    CUDA(cudaGetLastError());
+    CUDA(launch_opponent(kernel, std::min(uint32_t(fit), wanted) * multiprocessors, dim3(head_bytes / 16, heads), false,
+                         stream, p, d.k, d.v, d.batch, d.position, d.first_page, d.table));
 }
 
 template <int head_bytes, int heads> static void enqueue_decode(const paged &p, const dense &d)
 {
-    flashinfer_decode<head_bytes, heads>
-        <<<p.count, dim3(head_bytes / 16, heads), 0, stream>>>(p, d.k, d.v, d.first_page, d.table, d.length);
-    CUDA(cudaGetLastError());
+    CUDA(launch_opponent(flashinfer_decode<head_bytes, heads>, p.count, dim3(head_bytes / 16, heads), false, stream, p,
+                         d.k, d.v, d.first_page, d.table, d.length));
 }
 
 struct shape {
@@ -279,8 +251,7 @@ struct store_job {
 /* Where launch i reads. */
 static char *dense_at(int i, int64_t bytes, bool v)
 {
-    const int64_t region = (bytes + 255) / 256 * 256;
-    return dense_memory + (v ? dense_bytes / 2 : 0) + i % (dense_bytes / 2 / region) * region;
+    return dense_memory + (v ? dense_bytes / 2 : 0) + rotated(i, bytes, dense_bytes / 2);
 }
 
 /* What moves of head n % heads: of a store K and V of token n / heads / 2, of a gather K of token n / heads. */
@@ -313,39 +284,35 @@ static contender contend(const char *name, const store_job &j, const std::functi
                            j.slots->slot.set(i),
                            gathers};
     };
-    check_pieces(c, layout_names[j.l] + (" of " + place(row, j.tokens)), rows * j.c.heads, moved);
+    check_pieces(c, layout_names[j.l] + (" of " + rows_name(row, j.tokens)), rows * j.c.heads, moved);
     return c;
+}
+
+/* K's and V's rows go to `slot`. */
+template <class T> void enqueue_store(const store_job &j, const T *slot, bool pdl, int i)
+{
+    const int64_t row = j.c.heads * j.c.head_bytes;
+    kvprim_store_desc d =
+        store_of(table_of(j.c, false), table_at(dense_at(i, j.tokens * row, false), j.tokens), row, slot, j.tokens);
+    d.v_cache = table_of(j.c, true), d.v = table_at(dense_at(i, j.tokens * row, true), j.tokens), d.v_bytes = row;
+    call_kvprim(kvprim_cuda_store, d, pdl);
 }
 
 static contender contend_kvprim(const store_job &j, bool i64, bool pdl)
 {
-    const int64_t row = j.c.heads * j.c.head_bytes;
-    const kvprim_cuda_launch launch = on_stream(pdl);
-    kvprim_store_desc d = {};
-    d.k_cache = table_of(j.c, false), d.v_cache = table_of(j.c, true);
-    d.k_bytes = d.v_bytes = row;
-    d.slot_type = i64 ? KVPRIM_I64 : KVPRIM_I32;
-    d.count = j.tokens;
     return contend("kvprim", j, [=](int i) {
-        kvprim_store_desc one = d;
-        one.k = table_at(dense_at(i, j.tokens * row, false), j.tokens);
-        one.v = table_at(dense_at(i, j.tokens * row, true), j.tokens);
-        one.slot = i64 ? static_cast<const void *>(j.slots->slot64.set(i)) : j.slots->slot.set(i);
-        check_kvprim(kvprim_cuda_store(&one, &launch));
+        i64 ? enqueue_store(j, j.slots->slot64.set(i), pdl, i) : enqueue_store(j, j.slots->slot.set(i), pdl, i);
     });
 }
 
 static contender contend_opponent(const store_job &j, opponent o)
 {
     const int64_t row = j.c.heads * j.c.head_bytes;
-    const paged p = {j.c.k,
-                     j.c.v,
-                     j.c.page_stride,
-                     j.c.row_stride,
-                     j.c.head_stride,
-                     uint32_t(j.tokens),
-                     uint32_t(j.c.page_rows),
-                     uint32_t((int64_t(1) << 32) / j.c.page_rows)};
+    const uint32_t page_rows = uint32_t(j.c.page_rows);
+    const paged p = {j.c.k,           j.c.v,
+                     j.c.page_stride, j.c.row_stride,
+                     j.c.head_stride, uint32_t(j.tokens),
+                     page_rows,       uint32_t((int64_t(1) << 32) / page_rows)};
     return contend(opponent_names[o], j, [=](int i) {
         const slot_sets &s = *j.slots;
         j.s->opponents[o](p, {dense_at(i, j.tokens * row, false), dense_at(i, j.tokens * row, true), s.slot64.set(i),
@@ -373,7 +340,7 @@ struct store_point {
     std::string where() const
     {
         return std::string(layout_names[l]) + (page_rows ? "/" + std::to_string(page_rows) : "") + " " +
-               place(s->heads * s->head_bytes, tokens) + (prompt ? " of a prompt" : "");
+               rows_name(s->heads * s->head_bytes, tokens) + (prompt ? " of a prompt" : "");
     }
 };
 
@@ -448,46 +415,43 @@ static void judge_opponents(const std::vector<store_point> &all)
 {
     const auto paged = [](const store_point &p) { return p.l != FLAT; };
     std::vector<figure> both;
-    for (const int type : {0, 2})
-        for (const figure &f :
-             figures(all, paged, [type](const store_point &p) { return p.us[type] / p.opponents[p.best()]; }))
+    for (const int type : {0, 2}) {
+        const auto ratio = [type](const store_point &p) { return p.us[type] / p.opponents[p.best()]; };
+        for (const figure &f : figures(all, paged, ratio))
             both.push_back({f.value, f.where + (type ? " int64" : "")});
-    judge_mean("paged store / best of three", both, 0.95);
-    judge_worst("paged store / best of three", both, '<', 1.03);
+    }
+    judge_both("paged store / best of three", both, 0.95, 1.03);
     for (int l = NHD; l < LAYOUTS; l++) {
         const auto same = [l](const store_point &p) { return p.l == l; };
         const auto ratio = [](const store_point &p) { return p.us[0] / p.opponents[p.best()]; };
         judge_mean(std::string(layout_names[l]) + " / best of three, int32", figures(all, same, ratio), 0.95);
     }
-    for (int o = 0; o < OPPONENTS; o++)
-        judge_mean(std::string("paged store / ") + opponent_names[o],
-                   figures(
-                       all, [o](const store_point &p) { return p.opponents[o] > 0; },
-                       [o](const store_point &p) { return p.us[0] / p.opponents[o]; }),
-                   0.95);
+    for (int o = 0; o < OPPONENTS; o++) {
+        const auto measured = [o](const store_point &p) { return p.opponents[o] > 0; };
+        const auto ratio = [o](const store_point &p) { return p.us[0] / p.opponents[o]; };
+        judge_mean(std::string("paged store / ") + opponent_names[o], figures(all, measured, ratio), 0.95);
+    }
 }
 
 static void judge_stores(const std::vector<store_point> &all)
 {
+    const auto any = [](const store_point &) { return true; };
     const auto few = [](const store_point &p) { return p.l >= NHD_BOTH && p.tokens <= 48; };
-    judge_worst("paged store / FlashInfer decode, to 48 tokens",
-                figures(all, few, [](const store_point &p) { return p.us[0] / p.opponents[DECODE]; }), '<', 1.00);
-    const auto flat = [&](const store_point &p) {
+    const auto paged = [](const store_point &p) { return p.l != FLAT && p.tokens <= 64; };
+    const auto to_decode = [](const store_point &p) { return p.us[0] / p.opponents[DECODE]; };
+    const auto to_flat = [&](const store_point &p) {
         for (const store_point &f : all)
             if (f.l == FLAT && f.s == p.s && f.tokens == p.tokens && f.prompt == p.prompt)
                 return p.us[0] / f.us[0];
         return 1.0;
     };
-    judge_worst("paged store / flat, to 64 tokens",
-                figures(
-                    all, [](const store_point &p) { return p.l != FLAT && p.tokens <= 64; }, flat),
-                '<', 1.05);
-    for (const int type : {0, 2})
-        judge_worst(std::string("store, pdl = 1 / pdl = 0, int") + (type ? "64" : "32"),
-                    figures(
-                        all, [](const store_point &) { return true; },
-                        [type](const store_point &p) { return p.us[type + 1] / p.us[type]; }),
+    judge_worst("paged store / FlashInfer decode, to 48 tokens", figures(all, few, to_decode), '<', 1.00);
+    judge_worst("paged store / flat, to 64 tokens", figures(all, paged, to_flat), '<', 1.05);
+    for (const int type : {0, 2}) {
+        const auto pdl_to_off = [type](const store_point &p) { return p.us[type + 1] / p.us[type]; };
+        judge_worst(std::string("store, pdl = 1 / pdl = 0, int") + (type ? "64" : "32"), figures(all, any, pdl_to_off),
                     '<', 1.02);
+    }
 }
 
 static void store()
@@ -525,23 +489,6 @@ struct mla_job {
     const slot_sets *slots;
     int64_t tokens;
 };
-
-/* SGLang's kernels may wait for the one before, and let the next one start. */
-template <bool PDL> __device__ static void pdl_wait()
-{
-#if __CUDA_ARCH__ >= 900
-    if constexpr (PDL)
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-template <bool PDL> __device__ static void pdl_trigger()
-{
-#if __CUDA_ARCH__ >= 900
-    if constexpr (PDL)
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 /* vLLM, csrc/libtorch_stable/cache_kernels.cu, concat_and_cache_mla. A block of 512 threads per token; a thread copies
    one element of kv_c, and one of k_pe if there is one. */
@@ -629,18 +576,10 @@ typedef void mla_kernel(const mla_cache, const char *__restrict__, const char *_
 
 static void launch_mla(mla_kernel *kernel, bool pdl, uint32_t warps, uint32_t warps_per_block, const mla_job &j, int i)
 {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((warps + warps_per_block - 1) / warps_per_block);
-    config.blockDim = dim3(32, warps_per_block);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = pdl;
     const char *const kv_c = dense_at(i, j.tokens * mla_c_bytes, false);
     const char *const k_pe = dense_at(i, j.tokens * mla_pe_bytes, true);
-    CUDA(cudaLaunchKernelEx(&config, kernel, j.c, kv_c, k_pe, j.slots->slot64.set(i), uint32_t(j.tokens)));
+    CUDA(launch_opponent(kernel, dim3((warps + warps_per_block - 1) / warps_per_block), dim3(32, warps_per_block), pdl,
+                         stream, j.c, kv_c, k_pe, j.slots->slot64.set(i), uint32_t(j.tokens)));
 }
 
 template <int parts, bool PDL> static void enqueue_sglang_mla(const mla_job &j, int i)
@@ -667,19 +606,14 @@ static void enqueue_vllm_mla(const mla_job &j, int i)
 
 template <bool i64, bool PDL> static void enqueue_mla(const mla_job &j, int i)
 {
-    const kvprim_cuda_launch launch = on_stream(PDL);
-    kvprim_store_desc d = {};
-    d.k_cache = table_at(j.c.data, j.c.rows, mla_bytes);
-    d.k_cache.page_rows = j.c.page_rows, d.k_cache.page_stride = j.c.page_stride;
-    d.v_cache = d.k_cache;
-    d.v_cache.data = j.c.data + mla_c_bytes;
-    d.k = table_at(dense_at(i, j.tokens * mla_c_bytes, false), j.tokens);
-    d.v = table_at(dense_at(i, j.tokens * mla_pe_bytes, true), j.tokens);
-    d.k_bytes = mla_c_bytes, d.v_bytes = mla_pe_bytes;
-    d.slot = i64 ? static_cast<const void *>(j.slots->slot64.set(i)) : j.slots->slot.set(i);
-    d.slot_type = i64 ? KVPRIM_I64 : KVPRIM_I32;
-    d.count = j.tokens;
-    check_kvprim(kvprim_cuda_store(&d, &launch));
+    kvprim_table cache = table_at(j.c.data, j.c.rows, mla_bytes);
+    cache.page_rows = j.c.page_rows, cache.page_stride = j.c.page_stride;
+    const kvprim_table kv_c = table_at(dense_at(i, j.tokens * mla_c_bytes, false), j.tokens);
+    kvprim_store_desc d = i64 ? store_of(cache, kv_c, mla_c_bytes, j.slots->slot64.set(i), j.tokens)
+                              : store_of(cache, kv_c, mla_c_bytes, j.slots->slot.set(i), j.tokens);
+    d.v_cache = cache, d.v_cache.data = j.c.data + mla_c_bytes;
+    d.v = table_at(dense_at(i, j.tokens * mla_pe_bytes, true), j.tokens), d.v_bytes = mla_pe_bytes;
+    call_kvprim(kvprim_cuda_store, d, PDL);
 }
 
 /* kv_c of all tokens, then k_pe. */
@@ -698,15 +632,39 @@ struct moved_mla {
     }
 };
 
-static contender contend_mla(const char *name, const mla_job &j, void (*enqueue)(const mla_job &, int))
+/* kvprim's first, then vLLM's. SGLang's have no pages: where these lie apart, they are left out. */
+static const struct {
+    const char *name;
+    void (*enqueue)(const mla_job &, int);
+} mla_ways[] = {{"kvprim", enqueue_mla<false, false>},
+                {"kvprim", enqueue_mla<true, false>},
+                {"kvprim+PDL", enqueue_mla<false, true>},
+                {"kvprim+PDL", enqueue_mla<true, true>},
+                {"vLLM", enqueue_vllm_mla},
+                {"SGLang", enqueue_sglang_mla<1, false>},
+                {"SGLang, 3 warps", enqueue_sglang_mla<3, false>},
+                {"SGLang, 5 warps", enqueue_sglang_mla<5, false>},
+                {"SGLang, bulk", enqueue_sglang_bulk<false>},
+                {"SGLang+PDL", enqueue_sglang_mla<1, true>},
+                {"SGLang+PDL, 3 warps", enqueue_sglang_mla<3, true>},
+                {"SGLang+PDL, 5 warps", enqueue_sglang_mla<5, true>},
+                {"SGLang+PDL, bulk", enqueue_sglang_bulk<true>}};
+
+static std::vector<contender> mla_contenders(const mla_job &j, bool packed)
 {
     const double bytes = 2.0 * double(j.tokens * mla_bytes);
-    contender c = {name, [j, enqueue](int i) { enqueue(j, i); }, bytes, launches_for(bytes)};
-    check_pieces(c, "MLA store of " + place(mla_bytes, j.tokens), 2 * j.tokens, [j](int i) {
-        return moved_mla{j.c, dense_at(i, j.tokens * mla_c_bytes, false), dense_at(i, j.tokens * mla_pe_bytes, true),
-                         j.tokens, j.slots->slot.set(i)};
-    });
-    return c;
+    std::vector<contender> all;
+    for (const auto &way : mla_ways) {
+        if (all.size() == 5 && !packed)
+            break;
+        contender c = {way.name, [j, way](int i) { way.enqueue(j, i); }, bytes, launches_for(bytes)};
+        check_pieces(c, "MLA store of " + rows_name(mla_bytes, j.tokens), 2 * j.tokens, [j](int i) {
+            return moved_mla{j.c, dense_at(i, j.tokens * mla_c_bytes, false),
+                             dense_at(i, j.tokens * mla_pe_bytes, true), j.tokens, j.slots->slot.set(i)};
+        });
+        all.push_back(c);
+    }
+    return all;
 }
 
 /* kvprim's time divided by that of the best opponent, without PDL; with PDL on both; the best way of each; with PDL by
@@ -737,28 +695,13 @@ static void mla_figures_of(const std::vector<contender> &c, bool packed, int64_t
         f->apart.push_back({c[0].us / f->packed[f->apart.size()], std::to_string(tokens)});
 }
 
-/* SGLang's have no pages: where these lie apart, they are left out. */
 static void mla_point(const mla_job &j, mla_figures *f)
 {
     const bool packed = j.c.page_stride == j.c.page_rows * mla_bytes;
-    std::vector<contender> c = {
-        contend_mla("kvprim", j, enqueue_mla<false, false>), contend_mla("kvprim", j, enqueue_mla<true, false>),
-        contend_mla("kvprim+PDL", j, enqueue_mla<false, true>), contend_mla("kvprim+PDL", j, enqueue_mla<true, true>),
-        contend_mla("vLLM", j, enqueue_vllm_mla)};
-    if (packed)
-        for (const contender &s : {contend_mla("SGLang", j, enqueue_sglang_mla<1, false>),
-                                   contend_mla("SGLang, 3 warps", j, enqueue_sglang_mla<3, false>),
-                                   contend_mla("SGLang, 5 warps", j, enqueue_sglang_mla<5, false>),
-                                   contend_mla("SGLang, bulk", j, enqueue_sglang_bulk<false>),
-                                   contend_mla("SGLang+PDL", j, enqueue_sglang_mla<1, true>),
-                                   contend_mla("SGLang+PDL, 3 warps", j, enqueue_sglang_mla<3, true>),
-                                   contend_mla("SGLang+PDL, 5 warps", j, enqueue_sglang_mla<5, true>),
-                                   contend_mla("SGLang+PDL, bulk", j, enqueue_sglang_bulk<true>)})
-            c.push_back(s);
+    std::vector<contender> c = mla_contenders(j, packed);
     measure(c);
     printf("%6s %7lld", packed ? "packed" : "apart", (long long)j.tokens);
-    for (const contender &k : c)
-        printf(" %7.2f", k.us);
+    print_us(c, 7, 2);
     printf("\n");
     mla_figures_of(c, packed, j.tokens, f);
 }
@@ -779,13 +722,10 @@ static void mla()
         for (const int64_t tokens : store_tokens(false))
             mla_point({c, &slots, tokens}, &f);
     }
-    judge_mean("MLA store / best of five, PDL off", f.off, 0.90);
-    judge_worst("MLA store / best of five, PDL off", f.off, '<', 1.03);
-    judge_mean("MLA store / best of SGLang's, PDL on", f.on, 0.90);
-    judge_worst("MLA store / best of SGLang's, PDL on", f.on, '<', 1.03);
+    judge_both("MLA store / best of five, PDL off", f.off, 0.90, 1.03);
+    judge_both("MLA store / best of SGLang's, PDL on", f.on, 0.90, 1.03);
     judge_mean("MLA store, best way / best way of all", f.best, 0.90);
-    judge_mean("MLA store / vLLM", f.vllm, 0.90);
-    judge_worst("MLA store / vLLM", f.vllm, '<', 1.03);
+    judge_both("MLA store / vLLM", f.vllm, 0.90, 1.03);
     judge_worst("MLA store, pages apart / packed, to 64 tokens", f.apart, '<', 1.05);
     judge_worst("MLA store, pdl = 1 / pdl = 0", f.pdl, '<', 1.02);
 }
@@ -802,15 +742,9 @@ static void hash_cache()
 static contender contend_layout(const store_job &j, bool pdl)
 {
     const int64_t row = j.c.heads * j.c.head_bytes;
-    const kvprim_cuda_launch launch = on_stream(pdl);
     const auto enqueue = [=](int i) {
-        kvprim_gather_desc d = {};
-        d.dst = table_at(dense_at(i, j.tokens * row, false), j.tokens);
-        d.src = table_of(j.c, false);
-        d.row_bytes = row;
-        d.index = j.slots->slot.set(i), d.index_type = KVPRIM_I32;
-        d.count = j.tokens;
-        check_kvprim(kvprim_cuda_gather(&d, &launch));
+        const kvprim_table dst = table_at(dense_at(i, j.tokens * row, false), j.tokens);
+        call_kvprim(kvprim_cuda_gather, gather_of(dst, table_of(j.c, false), row, j.slots->slot.set(i), j.tokens), pdl);
     };
     return contend(pdl ? "kvprim+PDL" : "kvprim", j, enqueue, true);
 }
@@ -830,7 +764,7 @@ static void layout_line(const shape &s, layout l, const slot_sets &slots, std::v
             flat->push_back(k[0].us);
         const double ratio = k[0].us / (*flat)[n++];
         const std::string where =
-            layout_names[l] + ("/" + std::to_string(c.page_rows)) + " " + place(s.heads * s.head_bytes, tokens);
+            layout_names[l] + ("/" + std::to_string(c.page_rows)) + " " + rows_name(s.heads * s.head_bytes, tokens);
         if (l != FLAT && tokens <= 64)
             f[0].push_back({ratio, where});
         f[1].push_back({k[1].us / k[0].us, where});
@@ -861,15 +795,18 @@ static void layouts()
 
 /* ---- gather of requests' tokens from pages ---- */
 
-/* `batch` requests of `length` tokens each. A cache of K alone, or of pages that hold K and V. */
+/* Rows of requests' tokens. A cache of K alone, or of pages that hold K and V. */
 struct gather_job {
-    char *data;
-    int64_t row_bytes, page_rows, page_stride, pages, batch, length;
-    const value_sets<int32_t> *table, *tokens; /* pages of the requests in turn; and tokens */
-    const int32_t *starts, *request;           /* where each request's tokens start; the request of each token */
+    int64_t row_bytes, page_rows, page_stride;
+    const page_sets *sets;
+
     int64_t count() const
     {
-        return batch * length;
+        return sets->tokens;
+    }
+    char *dst(int i) const
+    {
+        return dense_at(i, count() * row_bytes, false);
     }
 };
 
@@ -915,38 +852,33 @@ __global__ static void vllm_gather_tokens(const char *__restrict__ cache, char *
 
 static void enqueue_vllm_gather(const gather_job &j, int i)
 {
-    const uint32_t splits = j.batch > 128 ? 2 : j.batch > 64 ? 4 : 16;
-    vllm_gather<<<dim3(uint32_t(j.batch), splits), 1024, 0, stream>>>(
-        reinterpret_cast<const uint16_t *>(j.data),
-        reinterpret_cast<uint16_t *>(dense_at(i, j.count() * j.row_bytes, false)), j.table->set(i), j.starts,
-        int32_t(j.page_rows), int32_t(j.row_bytes / 2), j.length / j.page_rows, j.page_stride / 2);
+    const page_sets &s = *j.sets;
+    const uint32_t requests = uint32_t(s.requests()), splits = requests > 128 ? 2 : requests > 64 ? 4 : 16;
+    vllm_gather<<<dim3(requests, splits), 1024, 0, stream>>>(
+        reinterpret_cast<const uint16_t *>(cache_memory), reinterpret_cast<uint16_t *>(j.dst(i)), s.table.set(i),
+        s.starts.get(), int32_t(j.page_rows), int32_t(j.row_bytes / 2), s.length / j.page_rows, j.page_stride / 2);
     CUDA(cudaGetLastError());
 }
 
 static void enqueue_vllm_tokens(const gather_job &j, int i)
 {
-    (j.row_bytes == mla_bytes ? vllm_gather_tokens<mla_bytes>
-                              : vllm_gather_tokens<2048>)<<<uint32_t(j.count()), 64, 0, stream>>>(
-        j.data, dense_at(i, j.count() * j.row_bytes, false), j.table->set(i), j.starts, j.request, int32_t(j.page_rows),
-        j.length / j.page_rows, j.page_stride);
+    const page_sets &s = *j.sets;
+    const auto kernel = j.row_bytes == mla_bytes ? vllm_gather_tokens<mla_bytes> : vllm_gather_tokens<2048>;
+    kernel<<<uint32_t(j.count()), 64, 0, stream>>>(cache_memory, j.dst(i), s.table.set(i), s.starts.get(),
+                                                   s.request.get(), int32_t(j.page_rows), s.length / j.page_rows,
+                                                   j.page_stride);
     CUDA(cudaGetLastError());
 }
 
 /* Tokens by their slots, or pages as rows. */
 template <bool pages, bool PDL> static void enqueue_gather(const gather_job &j, int i)
 {
-    const kvprim_cuda_launch launch = on_stream(PDL);
-    const int64_t rows = pages ? j.page_rows : 1;
-    kvprim_gather_desc d = {};
-    d.dst = table_at(dense_at(i, j.count() * j.row_bytes, false), j.count() / rows);
-    d.src = table_at(j.data, pages ? j.pages : j.pages * j.page_rows, pages ? j.page_stride : j.row_bytes);
+    const int64_t rows = pages ? j.page_rows : 1, in_cache = j.sets->pages * j.page_rows / rows;
+    const kvprim_table dst = table_at(j.dst(i), j.count() / rows);
+    kvprim_table src = table_at(cache_memory, in_cache, pages ? j.page_stride : j.row_bytes);
     if (!pages)
-        d.src.page_rows = j.page_rows, d.src.page_stride = j.page_stride;
-    d.row_bytes = rows * j.row_bytes;
-    d.index = (pages ? j.table : j.tokens)->set(i);
-    d.index_type = KVPRIM_I32;
-    d.count = j.count() / rows;
-    check_kvprim(kvprim_cuda_gather(&d, &launch));
+        src.page_rows = j.page_rows, src.page_stride = j.page_stride;
+    call_kvprim(kvprim_cuda_gather, gather_of(dst, src, rows * j.row_bytes, j.sets->index(pages, i), dst.rows), PDL);
 }
 
 struct moved_tokens {
@@ -965,13 +897,8 @@ static contender contend_gather(const char *name, const gather_job &j, void (*en
 {
     const double bytes = 2.0 * double(j.count() * j.row_bytes);
     contender c = {name, [j, enqueue](int i) { enqueue(j, i); }, bytes, launches_for(bytes)};
-    check_pieces(c, "page gather of " + place(j.row_bytes, j.count()), j.count(), [j](int i) {
-        return moved_tokens{dense_at(i, j.count() * j.row_bytes, false),
-                            j.data,
-                            j.row_bytes,
-                            j.page_rows,
-                            j.page_stride,
-                            j.tokens->set(i)};
+    check_pieces(c, "page gather of " + rows_name(j.row_bytes, j.count()), j.count(), [j](int i) {
+        return moved_tokens{j.dst(i), cache_memory, j.row_bytes, j.page_rows, j.page_stride, j.sets->slots.set(i)};
     });
     return c;
 }
@@ -987,11 +914,11 @@ static void gather_point(const gather_job &j, std::vector<figure> f[3])
     measure(c);
     const double theirs = std::min(c[4].us, c[5].us);
     printf("%6lld %4lld%s %6lld %7lld", (long long)j.row_bytes, (long long)j.page_rows,
-           j.page_stride > j.page_rows * j.row_bytes ? "+" : " ", (long long)j.batch, (long long)j.length);
-    for (const contender &k : c)
-        printf(" %9.2f", k.us);
+           j.page_stride > j.page_rows * j.row_bytes ? "+" : " ", (long long)j.sets->requests(),
+           (long long)j.sets->length);
+    print_us(c, 9, 2);
     printf(" %7.3f %7.3f\n", c[0].us / theirs, c[2].us / theirs);
-    const std::string where = place(j.row_bytes, j.count()) + " in " + std::to_string(j.page_rows);
+    const std::string where = rows_name(j.row_bytes, j.count()) + " in " + std::to_string(j.page_rows);
     f[0].push_back({c[0].us / theirs, where + " pages"});
     f[1].push_back({c[2].us / theirs, where + " tokens"});
     for (const size_t k : {0, 2})
@@ -1003,25 +930,9 @@ static void gather_pages(int64_t row_bytes, int64_t page_rows, bool both, std::v
 {
     for (const auto &size :
          std::vector<std::pair<int64_t, int64_t>>{{1, 64}, {1, 4096}, {32, 128}, {8, 1024}, {32, 2048}}) {
-        gather_job j = {};
-        j.data = cache_memory, j.row_bytes = row_bytes, j.page_rows = page_rows;
-        j.page_stride = page_rows * row_bytes * (both ? 2 : 1);
-        j.pages = cache_bytes / j.page_stride;
-        j.batch = size.first, j.length = size.second;
-        const index_sets random(j.pages, j.count() / page_rows, sets_count, 13);
-        value_sets<int32_t> table, tokens;
-        table.make(random.count, [&](int set, int64_t i) { return random.host_set(set)[i]; });
-        tokens.make(j.count(), [&](int set, int64_t i) {
-            return random.host_set(set)[i / page_rows] * page_rows + i % page_rows;
-        });
-        std::vector<int32_t> starts, request;
-        for (int64_t r = 0; r <= j.batch; r++)
-            starts.push_back(int32_t(r * j.length));
-        for (int64_t t = 0; t < j.count(); t++)
-            request.push_back(int32_t(t / j.length));
-        const on_device<int32_t> starts_there = upload(starts), request_there = upload(request);
-        j.table = &table, j.tokens = &tokens, j.starts = starts_there.get(), j.request = request_there.get();
-        gather_point(j, f);
+        const int64_t page_stride = page_rows * row_bytes * (both ? 2 : 1);
+        const page_sets sets(cache_bytes / page_stride, page_rows, size.first * size.second, size.second, 13);
+        gather_point({row_bytes, page_rows, page_stride, &sets}, f);
     }
 }
 
@@ -1038,10 +949,8 @@ static void gather()
         gather_pages(mla_bytes, page_rows, false, f);
         gather_pages(2048, page_rows, true, f);
     }
-    judge_mean("page gather, by pages / best of vLLM", f[0], 1.0);
-    judge_worst("page gather, by pages / best of vLLM", f[0], '<', 1.0);
-    judge_mean("page gather, by tokens / best of vLLM", f[1], 1.0);
-    judge_worst("page gather, by tokens / best of vLLM", f[1], '<', 1.03);
+    judge_both("page gather, by pages / best of vLLM", f[0], 1.0, 1.0);
+    judge_both("page gather, by tokens / best of vLLM", f[1], 1.0, 1.03);
     judge_worst("page gather, pdl = 1 / pdl = 0", f[2], '<', 1.02);
 }
 
@@ -1128,19 +1037,12 @@ static kvprim_table v0_table(int v, int64_t rows)
 
 template <bool with_k, bool PDL> static void enqueue_v0(const v0_job &j, int i)
 {
-    const kvprim_cuda_launch launch = on_stream(PDL);
-    kvprim_store_desc d = {};
-    d.k_cache = v0_table(!with_k, j.slots->rows);
-    d.k = table_at(dense_at(i, j.tokens * v0_row_bytes, !with_k), j.tokens);
-    d.k_bytes = v0_row_bytes;
-    if (with_k) {
-        d.v_cache = v0_table(1, j.slots->rows);
-        d.v = table_at(dense_at(i, j.tokens * v0_row_bytes, true), j.tokens);
-        d.v_bytes = v0_row_bytes;
-    }
-    d.slot = j.slots->slot.set(i), d.slot_type = KVPRIM_I32;
-    d.count = j.tokens;
-    check_kvprim(kvprim_cuda_store(&d, &launch));
+    const auto dense = [&](bool v) { return table_at(dense_at(i, j.tokens * v0_row_bytes, v), j.tokens); };
+    kvprim_store_desc d =
+        store_of(v0_table(!with_k, j.slots->rows), dense(!with_k), v0_row_bytes, j.slots->slot.set(i), j.tokens);
+    if (with_k)
+        d.v_cache = v0_table(1, j.slots->rows), d.v = dense(true), d.v_bytes = v0_row_bytes;
+    call_kvprim(kvprim_cuda_store, d, PDL);
 }
 
 /* V's pieces, then K's if there are some. */
@@ -1164,12 +1066,9 @@ static contender contend_v0(const char *name, const v0_job &j, bool with_k, void
     contender c = {name, [j, enqueue](int i) { enqueue(j, i); }, 0, 24};
     const int64_t v_pieces = j.tokens * v0_row_bytes / 2, k_pieces = j.tokens * v0_row_bytes / 16;
     check_pieces(c, "v0 store of " + std::to_string(j.tokens), v_pieces + (with_k ? k_pieces : 0), [=](int i) {
-        const int64_t bytes = j.tokens * v0_row_bytes;
-        return moved_v0{{v0_cache(0), v0_cache(1)},
-                        {dense_at(i, bytes, false), dense_at(i, bytes, true)},
-                        v_pieces,
-                        j.tokens,
-                        j.slots->slot.set(i)};
+        char *const k = dense_at(i, j.tokens * v0_row_bytes, false), *const v =
+                                                                         dense_at(i, j.tokens * v0_row_bytes, true);
+        return moved_v0{{v0_cache(0), v0_cache(1)}, {k, v}, v_pieces, j.tokens, j.slots->slot.set(i)};
     });
     return c;
 }
@@ -1195,7 +1094,8 @@ static void v0()
         printf("%7lld", (long long)tokens);
         for (size_t k = 0; k < c.size(); k += 3) {
             const double ratio = c[k].us / c[k + 2].us;
-            printf(" %9.2f %9.2f %9.2f %7.3f", c[k].us, c[k + 1].us, c[k + 2].us, ratio);
+            print_us(c, 9, 2, k, k + 3);
+            printf(" %7.3f", ratio);
             (k ? both : v).push_back({ratio, std::to_string(tokens)});
             pdl.push_back({c[k + 1].us / c[k].us, std::to_string(tokens)});
         }

@@ -4,9 +4,8 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_slots.cu -o build/bench_slots
        build/bench_slots [--quick] [--only slots|store|host]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches, over 8 sets of inputs. They are
-   medians of repetitions in which the contenders take turns. Before a contender is timed, the slots of its last launch
-   are compared with those of kvprim_slots. PDL: with programmatic dependent launch.
+   Times are microseconds per launch, as bench_gpu.h takes them, over 8 sets of inputs. The slots of a contender's last
+   launch are compared with those of kvprim_slots. PDL: with programmatic dependent launch.
 
        plain  a thread for each token; by cumulative lengths it finds the request by a binary search
        vLLM   its compute_slot_mappings (v1/worker/gpu/block_table.py), a Triton kernel, written anew: a block for each
@@ -20,35 +19,18 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
+#include "opponents_launch.h"
 
-constexpr int sets_count = 8;
 constexpr int64_t page_rows = 16, max_pages = 2048, cache_rows = 1 << 20;
 
 /* ---- jobs ---- */
 
-template <class T> struct input_sets {
-    std::vector<T> host;
-    on_device<T> device;
-    int64_t count = 0;
-
-    const T *set(int i) const
-    {
-        return device.get() + i % sets_count * count;
-    }
-    void make(int64_t in_set, std::vector<T> values)
-    {
-        count = in_set;
-        host = std::move(values);
-        device = upload(host);
-    }
-};
-
 /* Tokens of requests, as all contenders take them. */
 template <class token> struct job {
     int64_t tokens, requests;
-    input_sets<token> request, position, cu_seqlens, starts;
-    input_sets<int64_t> position64;
-    input_sets<int32_t> cu32;
+    value_sets<token> request, position, cu_seqlens, starts;
+    value_sets<int64_t> position64;
+    value_sets<int32_t> cu32;
     std::vector<int32_t> host_pages;
     on_device<int32_t> pages;
     on_device<int64_t> slot; /* one after another, for each set */
@@ -68,9 +50,9 @@ template <class token> struct job {
                 for (int64_t at = start; i < end; i++, at++)
                     r.push_back(token(k)), p.push_back(token(at));
             }
-        position64.make(tokens, {p.begin(), p.end()});
-        cu32.make(requests + 1, {cu.begin(), cu.end()});
-        request.make(tokens, r), position.make(tokens, p), cu_seqlens.make(requests + 1, cu), starts.make(requests, s);
+        position64 = {tokens, std::vector<int64_t>(p.begin(), p.end())};
+        cu32 = {requests + 1, std::vector<int32_t>(cu.begin(), cu.end())};
+        request = {tokens, r}, position = {tokens, p}, cu_seqlens = {requests + 1, cu}, starts = {requests, s};
         for (int64_t n = 0; n < requests * max_pages; n++)
             host_pages.push_back(int32_t(hash_u64(uint64_t(n)) % (cache_rows / page_rows)));
         pages = upload(host_pages);
@@ -90,7 +72,7 @@ template <class token> kvprim_slots_desc slots_of(const job<token> &j, bool leng
     d.requests = j.requests, d.max_pages = max_pages, d.page_rows = page_rows, d.rows = cache_rows;
     d.request = lengths ? nullptr : j.request.set(i), d.position = lengths ? nullptr : j.position.set(i);
     d.cu_seqlens = lengths ? j.cu_seqlens.set(i) : nullptr, d.starts = lengths ? j.starts.set(i) : nullptr;
-    d.token_type = sizeof(token) == 8 ? KVPRIM_I64 : KVPRIM_I32;
+    d.token_type = index_type<token>;
     d.slot = j.out(i), d.slot_type = slot_type, d.count = j.tokens;
     return d;
 }
@@ -109,10 +91,8 @@ template <class T> struct plain_params {
 template <bool lengths, bool pdl, class T> __global__ static void plain_slots(const plain_params<T> p)
 {
     const int i = int(blockIdx.x * blockDim.x + threadIdx.x);
-    if (pdl) {
-        asm volatile("griddepcontrol.launch_dependents;");
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-    }
+    pdl_trigger<pdl>();
+    pdl_wait<pdl>();
     if (i >= p.tokens)
         return;
     T request, position;
@@ -173,8 +153,7 @@ template <class T> void check_slots(contender &c, const job<T> &j, bool wide)
         std::vector<int64_t> want(size_t(j.tokens)), got(want.size());
         kvprim_slots_desc d = slots_of(j, false, wide ? KVPRIM_I64 : KVPRIM_I32, i);
         d.pages = j.host_pages.data();
-        d.request = j.request.host.data() + i % sets_count * j.tokens;
-        d.position = j.position.host.data() + i % sets_count * j.tokens;
+        d.request = j.request.host_set(i), d.position = j.position.host_set(i);
         d.slot = want.data();
         check_kvprim(kvprim_slots(&d));
         CUDA(cudaMemcpyAsync(got.data(), j.out(i), bytes, cudaMemcpyDeviceToHost, stream));
@@ -188,35 +167,22 @@ template <class T> void check_slots(contender &c, const job<T> &j, bool wide)
 
 template <class T> contender kvprim_slots_of(const job<T> &j, bool lengths, bool pdl)
 {
-    const kvprim_index_type type = sizeof(T) == 8 ? KVPRIM_I64 : KVPRIM_I32;
-    contender c = {"kvprim", [=, &j](int i) {
-                       const kvprim_slots_desc d = slots_of(j, lengths, type, i);
-                       const kvprim_cuda_launch launch = on_stream(pdl);
-                       check_kvprim(kvprim_cuda_slots(&d, &launch));
-                   }};
+    contender c = {"kvprim",
+                   [=, &j](int i) { call_kvprim(kvprim_cuda_slots, slots_of(j, lengths, index_type<T>, i), pdl); }};
     check_slots(c, j, sizeof(T) == 8);
     return c;
 }
 
-template <bool lengths, bool pdl, class T> void start_plain(const job<T> &j, int i)
-{
-    const plain_params<T> p = {j.request.set(i), j.position.set(i),          j.cu_seqlens.set(i), j.starts.set(i),
-                               j.pages.get(),    static_cast<T *>(j.out(i)), int(j.tokens),       int(j.requests)};
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attribute;
-    config.gridDim = dim3(unsigned((j.tokens + opponent_threads - 1) / opponent_threads));
-    config.blockDim = dim3(opponent_threads);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = pdl;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    CUDA(cudaLaunchKernelEx(&config, plain_slots<lengths, pdl, T>, p));
-}
-
 template <bool pdl, class T> contender plain_of(const job<T> &j, bool lengths)
 {
-    contender c = {"plain", [=, &j](int i) { lengths ? start_plain<true, pdl>(j, i) : start_plain<false, pdl>(j, i); }};
+    contender c = {"plain", [=, &j](int i) {
+                       const plain_params<T> p = {j.request.set(i), j.position.set(i), j.cu_seqlens.set(i),
+                                                  j.starts.set(i),  j.pages.get(),     static_cast<T *>(j.out(i)),
+                                                  int(j.tokens),    int(j.requests)};
+                       const unsigned blocks = unsigned((j.tokens + opponent_threads - 1) / opponent_threads);
+                       CUDA(launch_opponent(lengths ? plain_slots<true, pdl, T> : plain_slots<false, pdl, T>, blocks,
+                                            opponent_threads, pdl, stream, p));
+                   }};
     check_slots(c, j, sizeof(T) == 8);
     return c;
 }
@@ -280,17 +246,15 @@ static void slots()
 static void slots_and_store()
 {
     const int64_t row_bytes = 2048, tokens = 32;
-    char *const cache = allocate_hashed(2 * cache_rows * row_bytes), *const input =
-                                                                         allocate_hashed(2 * tokens * row_bytes);
+    char *const cache = allocate_hashed(2 * cache_rows * row_bytes);
+    char *const input = allocate_hashed(2 * tokens * row_bytes);
     const job<int32_t> j(tokens, tokens);
     const auto store = [=, &j](int i, bool pdl) {
-        kvprim_store_desc d = {};
-        d.k_cache = table_at(cache, cache_rows), d.v_cache = table_at(cache + cache_rows * row_bytes, cache_rows);
-        d.k = table_at(input, tokens), d.v = table_at(input + tokens * row_bytes, tokens);
-        d.k_bytes = d.v_bytes = row_bytes;
-        d.slot = j.out(i), d.slot_type = KVPRIM_I32, d.count = tokens;
-        const kvprim_cuda_launch launch = on_stream(pdl);
-        check_kvprim(kvprim_cuda_store(&d, &launch));
+        kvprim_store_desc d = store_of(table_at(cache, cache_rows), table_at(input, tokens), row_bytes,
+                                       static_cast<const int32_t *>(j.out(i)), tokens);
+        d.v_cache = table_at(cache + cache_rows * row_bytes, cache_rows);
+        d.v = table_at(input + tokens * row_bytes, tokens), d.v_bytes = row_bytes;
+        call_kvprim(kvprim_cuda_store, d, pdl);
     };
     printf("\nslots and a store of 32 tokens, K and V of 2,048 bytes, us: without PDL, with\n");
     for (int lengths = 0; lengths < 2; lengths++) {

@@ -98,6 +98,20 @@ def dense_buffers(make, rows, row_bytes, launches):
     return [make() for _ in range(max(2, min(launches, (1 << 30) // (rows * row_bytes))))]
 
 
+def add_kvprim(kvprim, calls, launches, prepare, result=lambda i: None):
+    """Adds kvprim's calls to `calls`, if it is there. prepare(i, pdl) returns launch i, which leaves result(i)."""
+    def of_launches(pdl):
+        prepared = [prepare(i, pdl) for i in range(launches)]
+
+        def call(i, stream):
+            prepared[i](stream)
+            return result(i)
+        return call
+
+    if kvprim:
+        calls.update({"kvprim": of_launches(0), "kvprim+PDL": of_launches(1)})
+
+
 def gather_point(kvprim, table, row_bytes, rows, columns):
     launches = launches_for(2 * rows * row_bytes)
     int32, int64 = random_sets(table.shape[0], rows)
@@ -108,15 +122,6 @@ def gather_point(kvprim, table, row_bytes, rows, columns):
     def select(i, _):
         return torch.index_select(table, 0, int32[i % SETS], out=out_of(i))
 
-    def ours(pdl):
-        prepared = [by_ctypes.prepare_gather(kvprim, out_of(i), rows_of(table), int32[i % SETS], pdl=pdl)
-                    for i in range(launches)]
-
-        def call(i, stream):
-            prepared[i](stream)
-            return out_of(i)
-        return call
-
     def verify(name, got):
         if not same_bits(got, table[int64[(launches - 1) % SETS]]):
             sys.exit(f"bench_torch: FAIL {name}: wrong rows")
@@ -124,8 +129,8 @@ def gather_point(kvprim, table, row_bytes, rows, columns):
 
     calls = {"index_select": select,
              "embedding": lambda i, _: torch.nn.functional.embedding(int32[i % SETS], table)}
-    if kvprim:
-        calls.update({"kvprim": ours(0), "kvprim+PDL": ours(1)})
+    add_kvprim(kvprim, calls, launches, lambda i, pdl: by_ctypes.prepare_gather(
+        kvprim, out_of(i), rows_of(table), int32[i % SETS], pdl=pdl), out_of)
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 
@@ -151,15 +156,9 @@ def store_point(kvprim, caches, row_bytes, rows, columns):
                 sys.exit(f"bench_torch: FAIL {name}: wrong rows")
             cache.zero_()
 
-    def ours(pdl):
-        tables = [rows_of(cache) for cache in caches]
-        prepared = [by_ctypes.prepare_store(kvprim, *tables, *inputs_of(i), int32[i % SETS], pdl=pdl)
-                    for i in range(launches)]
-        return lambda i, stream: prepared[i](stream)
-
     calls = {"index_put_": put, "index_copy_": copy}
-    if kvprim:
-        calls.update({"kvprim": ours(0), "kvprim+PDL": ours(1)})
+    add_kvprim(kvprim, calls, launches, lambda i, pdl: by_ctypes.prepare_store(
+        kvprim, *(rows_of(cache) for cache in caches), *inputs_of(i), int32[i % SETS], pdl=pdl))
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 
@@ -182,20 +181,15 @@ def v0_point(kvprim, cache, row_bytes, rows, columns):
             sys.exit(f"bench_torch: FAIL {name}: wrong rows")
         cache.zero_()
 
-    def ours(pdl):
-        table = by_ctypes.hnd(cache.unsqueeze(3))  # a head of one element
-        prepared = []
-        for i in range(launches):
-            rows_in, slot = inputs_of(i), int32[i % SETS]
-            desc = by_ctypes.StoreDesc(k_cache=table, k=rows_of(rows_in), k_bytes=row_bytes, slot=slot.data_ptr(),
-                                       slot_type=by_ctypes.index_type(slot), count=rows)
-            prepared.append(by_ctypes.Prepared(kvprim, "store", desc, {"cache": cache, "k": rows_in, "slot": slot},
-                                               pdl=pdl))
-        return lambda i, stream: prepared[i](stream)
+    def prepare(i, pdl):
+        rows_in, slot = inputs_of(i), int32[i % SETS]
+        desc = by_ctypes.StoreDesc(k_cache=by_ctypes.hnd(cache.unsqueeze(3)),  # a head of one element
+                                   k=rows_of(rows_in), k_bytes=row_bytes, slot=slot.data_ptr(),
+                                   slot_type=by_ctypes.index_type(slot), count=rows)
+        return by_ctypes.Prepared(kvprim, "store", desc, {"cache": cache, "k": rows_in, "slot": slot}, pdl=pdl)
 
     calls = {"index_put_": put}
-    if kvprim:
-        calls.update({"kvprim": ours(0), "kvprim+PDL": ours(1)})
+    add_kvprim(kvprim, calls, launches, prepare)
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 

@@ -1,23 +1,19 @@
 /* SPDX-License-Identifier: MIT */
 /* Compares kvprim_cuda_transfer with what engines use instead of it and with the copy engines: alone, in both directions
-   at once and beside other work. On one GPU (and, if there are
-   two, to another one). Ratios are within one run.
+   at once and beside other work. On one GPU (and, if there are two, to another one). Ratios are within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_transfer.cu -o build/bench_transfer
        build/bench_transfer [--quick] [--only host|runs|both|beside|few|device|listed|peer]
 
-   Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph. Copies that a graph
-   cannot hold (batches) or that are many go to a stream one by one while the GPU is kept waiting. Times are medians of
-   repetitions in which the contenders take turns. The rows of transfers with an index are compared with their source
-   before they are timed. GB/s of a link counts each byte once, GB/s of device memory counts it as read and as
-   written. */
+   Rows are random on both sides. Times are of GPU work, as bench_gpu.h takes them. Copies that a graph cannot hold
+   (batches) or that are many go to a stream one by one while the GPU is kept waiting. GB/s of a link counts each byte
+   once, GB/s of device memory counts it as read and as written. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
 
 constexpr int64_t host_bytes = 2 * GiB, device_bytes = 8 * GiB; /* of each of two parts of device memory */
-constexpr int64_t copy_bytes = 256 * MiB; /* of the copy that others are compared with; most launches move as much */
-constexpr int sets_count = 4;             /* of indices */
+constexpr int turns = 4;                                        /* sets of indices */
 
 static char *host_memory, *device_memory[2], *peer_memory;
 
@@ -61,7 +57,8 @@ static __global__ void __launch_bounds__(1024, 1) sglang_registers(const row_lis
 
 /* SGLang's ring, kernels/jit/csrc/kvcacheio/hicache_tma.cuh: in each block one warp loads chunks of rows into stages of
    shared memory by bulk copies, one a row, and the other warps store them in 16-byte words. A chunk is as many rows as
-   fit a stage, a power of two; one of a single row is stored half by a bulk copy. It is launched in 2 to 4 blocks; a stage is at least a row. */
+   fit a stage, a power of two; one of a single row is stored half by a bulk copy. It is launched in 2 to 4 blocks; a
+   stage is at least a row. */
 constexpr uint32_t ring_stages = 6, ring_stage_bytes = 32 << 10, ring_rows = 128, ring_store_warps = 8;
 
 struct ring_memory {
@@ -211,14 +208,10 @@ static __global__ void __launch_bounds__(32 + 32 * ring_store_warps, 1)
 
 static void enqueue_registers(const row_list &rows, unsigned blocks, cudaStream_t on)
 {
-    if (rows.row_bytes <= 512)
-        sglang_registers<8, 4><<<blocks, 1024, 0, on>>>(rows);
-    else if (rows.row_bytes <= 1024)
-        sglang_registers<16, 4><<<blocks, 1024, 0, on>>>(rows);
-    else if (rows.row_bytes <= 2048)
-        sglang_registers<32, 4><<<blocks, 1024, 0, on>>>(rows);
-    else
-        sglang_registers<32, 8><<<blocks, 1024, 0, on>>>(rows);
+    (rows.row_bytes <= 512    ? sglang_registers<8, 4>
+     : rows.row_bytes <= 1024 ? sglang_registers<16, 4>
+     : rows.row_bytes <= 2048 ? sglang_registers<32, 4>
+                              : sglang_registers<32, 8>)<<<blocks, 1024, 0, on>>>(rows);
     CUDA(cudaGetLastError());
 }
 
@@ -258,15 +251,8 @@ static int64_t bytes_of(const job &j)
 /* Moves the first `rows` of the job's rows. */
 static void enqueue_job(const job &j, int64_t rows, int32_t max_sms, int i, cudaStream_t on)
 {
-    kvprim_transfer_desc d = {};
-    d.dst = table_at(j.dst, j.to->rows);
-    d.src = table_at(j.src, j.from->rows);
-    d.layers = j.layers;
-    d.row_bytes = j.row_bytes;
-    d.dst_index = j.to->set(i);
-    d.src_index = j.from->set(i);
-    d.index_type = KVPRIM_I32;
-    d.count = rows;
+    const kvprim_transfer_desc d = transfer_of(table_at(j.dst, j.to->rows), table_at(j.src, j.from->rows), j.row_bytes,
+                                               j.layers, j.to->set(i), j.from->set(i), rows);
     kvprim_cuda_launch launch = on_stream(false, max_sms);
     launch.stream = on;
     check_kvprim(kvprim_cuda_transfer(&d, &launch));
@@ -280,8 +266,8 @@ static row_list list_of(const job &j, int i)
 /* Returns the copies of the first rows, for each set of indices. */
 static std::vector<copy_list> make_lists(const job &j, int64_t rows)
 {
-    std::vector<copy_list> lists(sets_count);
-    for (int i = 0; i < sets_count; i++)
+    std::vector<copy_list> lists(turns);
+    for (int i = 0; i < turns; i++)
         for (int64_t r = 0; r < rows; r++)
             lists[size_t(i)].add(j.dst + j.to->host_set(i)[r] * j.row_bytes,
                                  j.src + j.from->host_set(i)[r] * j.row_bytes, size_t(j.row_bytes));
@@ -332,7 +318,7 @@ static contender contend_copy(char *dst, const char *src, bool plain)
 struct mover {
     const char *name;
     std::function<void(const job &, int, cudaStream_t)> enqueue;
-    std::function<bool(int64_t)> takes; /* rows of so many bytes; empty: of any */
+    bool (*takes)(int64_t row_bytes) = [](int64_t) { return true; };
 };
 
 static void copy_all(const job &j, int, cudaStream_t on)
@@ -342,7 +328,7 @@ static void copy_all(const job &j, int, cudaStream_t on)
 
 static mover move_by_kvprim(const char *name, int32_t max_sms)
 {
-    return {name, [=](const job &j, int i, cudaStream_t on) { enqueue_job(j, j.to->count, max_sms, i, on); }, {}};
+    return {name, [=](const job &j, int i, cudaStream_t on) { enqueue_job(j, j.to->count, max_sms, i, on); }};
 }
 
 static mover move_by_registers(const char *name, unsigned blocks)
@@ -362,12 +348,11 @@ struct host_rows {
     job out, in;
 
     explicit host_rows(int64_t row_bytes, int64_t bytes = copy_bytes)
-        : in_host(host_bytes / row_bytes, bytes / row_bytes, sets_count, 1),
-          in_device(host_bytes / row_bytes, bytes / row_bytes, sets_count, 2),
-          out{host_memory, device_memory[0], row_bytes, 1, &in_host, &in_device}, in{device_memory[1], host_memory,
-                                                                                     row_bytes,        1,
-                                                                                     &in_device,       &in_host}
+        : in_host(host_bytes / row_bytes, bytes / row_bytes, turns, 1),
+          in_device(host_bytes / row_bytes, bytes / row_bytes, turns, 2)
     {
+        out = {host_memory, device_memory[0], row_bytes, 1, &in_host, &in_device};
+        in = {device_memory[1], host_memory, row_bytes, 1, &in_device, &in_host};
     }
 };
 
@@ -386,14 +371,6 @@ static double called_ratio(const std::function<void(int)> &first, const std::fun
     return median(us[0]) / median(us[1]);
 }
 
-static void print_gb(bool has, const contender &c)
-{
-    if (has)
-        printf(" %8.1f", gb_per_s(c));
-    else
-        printf(" %8s", "-");
-}
-
 static void host_point(const job &j, bool out, std::vector<figure> *kernels, std::vector<figure> *batches)
 {
     const int64_t rows = j.to->count, batch_rows = std::min(rows, 64 * MiB / j.row_bytes);
@@ -403,28 +380,28 @@ static void host_point(const job &j, bool out, std::vector<figure> *kernels, std
                                        move_by_ring("ring", 4)};
     std::vector<contender> c;
     for (const mover &m : movers)
-        if (!m.takes || m.takes(j.row_bytes))
+        if (m.takes(j.row_bytes))
             c.push_back(contend(m.name, j, rows, [m, j](int i) { m.enqueue(j, i, stream); }));
     c.push_back(contend_copy(j.dst, j.src, false));
     std::vector<copy_list> lists = make_lists(j, batch_rows), few = make_lists(j, each_rows);
-    const auto batch_call = [&](int i) { lists[size_t(i % sets_count)].enqueue(); };
+    const auto batch_call = [&](int i) { lists[size_t(i % turns)].enqueue(); };
     c.push_back(contend("batch", j, batch_rows, batch_call, true));
     c.push_back(contend(
-        "copies", j, each_rows, [&](int i) { few[size_t(i % sets_count)].enqueue_each(); }, true));
+        "copies", j, each_rows, [&](int i) { few[size_t(i % turns)].enqueue_each(); }, true));
     measure(c);
     const double called = called_ratio(batch_call, [&](int i) { enqueue_job(j, batch_rows, 0, i, stream); });
     printf("%8s %8s", out ? "to host" : "to GPU", size_name(j.row_bytes).c_str());
     size_t at = 0;
     double best = 0;
     for (const mover &m : movers) {
-        const bool has = !m.takes || m.takes(j.row_bytes);
-        print_gb(has, c[at]);
+        const bool has = m.takes(j.row_bytes);
+        print_numbers({has ? gb_per_s(c[at]) : NAN}, 8, 1);
         if (has && at > 1)
             best = std::max(best, gb_per_s(c[at]));
         at += has;
     }
     for (; at < c.size(); at++)
-        print_gb(true, c[at]);
+        print_numbers({gb_per_s(c[at])}, 8, 1);
     const double copy = gb_per_s(c[c.size() - 3]), got = gb_per_s(c[0]);
     printf(" %8.3f %8.2f\n", got / copy, called);
     const std::string where = std::string(out ? "to host " : "to GPU ") + size_name(j.row_bytes);
@@ -456,54 +433,56 @@ static void host()
 
 /* ---- rows without an index ---- */
 
-/* `rows` rows of every layer, which lie twice their size apart if `apart`. */
-static void enqueue_run(bool out, int64_t row_bytes, int64_t rows, int32_t layers, bool apart)
+/* `rows` rows of every layer, which lie twice their size apart in pinned memory if `apart`. */
+struct row_run {
+    bool out;
+    int64_t row_bytes, rows;
+    int32_t layers;
+    bool apart;
+};
+
+static void enqueue_run(const row_run &r)
 {
+    const int64_t step = r.apart ? 2 * r.row_bytes : 0;
+    const kvprim_table host = table_at(host_memory, r.rows, step), device = table_at(device_memory[!r.out], r.rows);
     kvprim_transfer_desc d = {};
-    d.dst = table_at(out ? host_memory : device_memory[1], rows, apart && out ? 2 * row_bytes : 0);
-    d.src = table_at(out ? device_memory[0] : host_memory, rows, apart && !out ? 2 * row_bytes : 0);
-    d.layers = layers;
-    d.row_bytes = row_bytes;
-    d.count = rows;
-    const kvprim_cuda_launch launch = on_stream();
-    check_kvprim(kvprim_cuda_transfer(&d, &launch));
+    d.dst = r.out ? host : device, d.src = r.out ? device : host;
+    d.row_bytes = r.row_bytes, d.layers = r.layers, d.count = r.rows;
+    call_kvprim(kvprim_cuda_transfer, d);
 }
 
 /* Copies the same bytes: joined rows as one, others by 2D copies, one a layer. */
-static void copy_run(bool out, int64_t row_bytes, int64_t rows, int32_t layers, bool apart)
+static void copy_run(const row_run &r)
 {
-    const int64_t host_step = (apart ? 2 : 1) * row_bytes;
-    for (int32_t l = 0; l < (apart ? layers : 1); l++) {
-        char *const in_host = host_memory + l * rows * host_step;
-        char *const dst = out ? in_host : device_memory[1] + l * rows * row_bytes, *const src =
-                                                                                       out ? device_memory[0] +
-                                                                                                 l * rows * row_bytes
-                                                                                           : in_host;
-        if (apart)
-            CUDA(cudaMemcpy2DAsync(dst, size_t(out ? host_step : row_bytes), src, size_t(out ? row_bytes : host_step),
-                                   size_t(row_bytes), size_t(rows), cudaMemcpyDefault, stream));
+    const int64_t host_step = (r.apart ? 2 : 1) * r.row_bytes, bytes = r.rows * r.row_bytes;
+    for (int32_t l = 0; l < (r.apart ? r.layers : 1); l++) {
+        char *const in_host = host_memory + l * r.rows * host_step, *const there = device_memory[!r.out] + l * bytes;
+        char *const dst = r.out ? in_host : there, *const src = r.out ? there : in_host;
+        if (r.apart)
+            CUDA(cudaMemcpy2DAsync(dst, size_t(r.out ? host_step : r.row_bytes), src,
+                                   size_t(r.out ? r.row_bytes : host_step), size_t(r.row_bytes), size_t(r.rows),
+                                   cudaMemcpyDefault, stream));
         else
-            CUDA(cudaMemcpyAsync(dst, src, size_t(layers * rows * row_bytes), cudaMemcpyDefault, stream));
+            CUDA(cudaMemcpyAsync(dst, src, size_t(r.layers * bytes), cudaMemcpyDefault, stream));
     }
 }
 
-static void run_point(bool out, int64_t row_bytes, int64_t rows, int32_t layers, bool apart, std::vector<figure> *all,
-                      std::vector<figure> *calls)
+static void run_point(const row_run &r, std::vector<figure> *all, std::vector<figure> *calls)
 {
-    const double bytes = double(row_bytes * rows * layers);
-    const auto ours = [=](int) { enqueue_run(out, row_bytes, rows, layers, apart); };
-    const auto engine = [=](int) { copy_run(out, row_bytes, rows, layers, apart); };
+    const double bytes = double(r.row_bytes * r.rows * r.layers);
+    const auto ours = [r](int) { enqueue_run(r); };
+    const auto engine = [r](int) { copy_run(r); };
     std::vector<contender> c = {{"kvprim", ours, bytes, 16, true},
                                 {"copy", engine, bytes, 16, true},
                                 {"kvprim", ours, bytes, 16},
                                 {"copy", engine, bytes, 16}};
     measure(c);
     const double called = called_ratio(ours, engine);
-    printf("%8s %8s %8lld %8d %8s %8.1f %8.1f %8.1f %8.1f %8.3f\n", out ? "to host" : "to GPU",
-           size_name(row_bytes).c_str(), (long long)rows, layers, apart ? "apart" : "joined", gb_per_s(c[0]),
-           gb_per_s(c[1]), gb_per_s(c[2]), gb_per_s(c[3]), called);
-    const std::string where =
-        std::string(out ? "to host " : "to GPU ") + std::to_string(rows * layers) + " x " + size_name(row_bytes);
+    const char *const way = r.out ? "to host" : "to GPU";
+    const std::string row = size_name(r.row_bytes),
+                      where = way + (" " + std::to_string(r.rows * r.layers)) + " x " + row;
+    printf("%8s %8s %8lld %8d %8s %8.1f %8.1f %8.1f %8.1f %8.3f\n", way, row.c_str(), (long long)r.rows, r.layers,
+           r.apart ? "apart" : "joined", gb_per_s(c[0]), gb_per_s(c[1]), gb_per_s(c[2]), gb_per_s(c[3]), called);
     if (bytes >= double(MiB)) /* of shorter ones the host's time to enqueue shows */
         all->push_back({c[1].us / c[0].us, where});
     if (bytes >= double(64 * KiB))
@@ -519,12 +498,12 @@ static void runs()
            "", "row", "rows", "layers", "", "kvprim", "copy", "graph", "copy", "called");
     for (const bool out : {true, false}) {
         for (const int64_t row_bytes : {16 * KiB, 64 * KiB, 256 * KiB, MiB, 16 * MiB})
-            run_point(out, row_bytes, 1, 1, false, &all, &calls);
-        run_point(out, 4 * KiB, 4096, 1, false, &all, &calls);
+            run_point({out, row_bytes, 1, 1, false}, &all, &calls);
+        run_point({out, 4 * KiB, 4096, 1, false}, &all, &calls);
         for (const int64_t row_bytes : {16 * KiB, 64 * KiB, 256 * KiB})
-            run_point(out, row_bytes, 64, 1, true, &all, &calls);
+            run_point({out, row_bytes, 64, 1, true}, &all, &calls);
         for (const int64_t row_bytes : {64 * KiB, MiB})
-            run_point(out, row_bytes, 4, 61, true, &all, &calls);
+            run_point({out, row_bytes, 4, 61, true}, &all, &calls);
     }
     judge_worst("host memory without an index / copy engine, 1 MB and more", all, '>', 0.99);
     judge_worst("the same, called, of its time, 64 KB and more", calls, '<', 1.1);
@@ -567,7 +546,7 @@ static void both()
 {
     const std::vector<mover> movers = {move_by_kvprim("kvprim", 0),  move_by_kvprim("8 SMs", 8),
                                        move_by_registers("regs", 2), move_by_ring("ring 1", 1),
-                                       move_by_ring("ring 2", 2),    {"engine", copy_all, {}}};
+                                       move_by_ring("ring 2", 2),    {"engine", copy_all}};
     std::vector<figure> all;
     printf("\npinned host memory, both directions at once: GB/s in sum, each opponent on that many SMs per direction\n"
            "%8s",
@@ -580,8 +559,7 @@ static void both()
         double best = 0, got = 0;
         printf("%8s", size_name(row_bytes).c_str());
         for (size_t k = 0; k < movers.size(); k++) {
-            const bool takes = !movers[k].takes || movers[k].takes(row_bytes);
-            const double gb = takes ? gb_of_both(movers[k], rows) : 0;
+            const double gb = movers[k].takes(row_bytes) ? gb_of_both(movers[k], rows) : 0;
             got = k == 0 ? gb : got;
             best = k > 1 && k < 5 ? std::max(best, gb) : best;
             printf(" %8.1f", gb);
@@ -706,7 +684,7 @@ static void beside()
     const std::vector<mover> movers = {move_by_kvprim("kvprim", 0), move_by_kvprim("4 SMs", 4),
                                        move_by_kvprim("8 SMs", 8),  move_by_registers("regs 2", 2),
                                        move_by_ring("ring 1", 1),   move_by_ring("ring 2", 2),
-                                       move_by_ring("ring 4", 4),   {"engine", copy_all, {}}};
+                                       move_by_ring("ring 4", 4),   {"engine", copy_all}};
     measure_alone();
     printf("their time beside a transfer, against that alone, and GB/s of the transfer\n%8s %8s %11s", "", "row", "");
     for (const mover &m : movers)
@@ -745,8 +723,8 @@ static void few()
            "SMs", "row", "kvprim", "regs", "ring");
     for (const int32_t sms : {8, 16, 32})
         for (const int64_t row_bytes : {KiB, int64_t(1152), 2 * KiB, 4 * KiB, 8 * KiB, 16 * KiB, 32 * KiB}) {
-            const index_sets to(device_bytes / row_bytes, copy_bytes / row_bytes, sets_count, 8),
-                from(device_bytes / row_bytes, copy_bytes / row_bytes, sets_count, 9);
+            const index_sets to(device_bytes / row_bytes, copy_bytes / row_bytes, turns, 8),
+                from(device_bytes / row_bytes, copy_bytes / row_bytes, turns, 9);
             const job j = {device_memory[1], device_memory[0], row_bytes, 1, &to, &from};
             std::vector<contender> c;
             for (const mover &m : {move_by_kvprim("kvprim", sms), move_by_registers("registers", unsigned(sms)),
@@ -781,7 +759,7 @@ static double device_point(const char *what, int64_t row_bytes, int64_t pages, i
     constexpr int32_t layers = 64;
     const int64_t table_rows = table_pages * page_bytes / row_bytes - (offset > 0),
                   rows = pages * page_bytes / row_bytes;
-    const index_sets to(table_rows, rows, sets_count, 3), from(table_rows, rows, sets_count, 4);
+    const index_sets to(table_rows, rows, turns, 3), from(table_rows, rows, turns, 4);
     const job j = {device_memory[1], device_memory[0] + offset, row_bytes, layers, &to, &from};
     std::vector<contender> c;
     for (const int32_t n : {0, 8, 16, 32, 64}) {
@@ -821,9 +799,9 @@ static void device()
 static double peer_point(bool from_peer, int64_t row_bytes)
 {
     const int64_t rows = copy_bytes / row_bytes;
-    const index_sets to(host_bytes / row_bytes, rows, sets_count, 5), from(host_bytes / row_bytes, rows, sets_count, 6);
-    char *const dst = from_peer ? device_memory[1] : peer_memory, *const src =
-                                                                      from_peer ? peer_memory : device_memory[0];
+    const index_sets to(host_bytes / row_bytes, rows, turns, 5), from(host_bytes / row_bytes, rows, turns, 6);
+    char *const dst = from_peer ? device_memory[1] : peer_memory;
+    char *const src = from_peer ? peer_memory : device_memory[0];
     const job j = {dst, src, row_bytes, 1, &to, &from};
     std::vector<contender> c;
     for (const int32_t n : {0, 8, 16, 32, 64})
@@ -887,26 +865,19 @@ struct layer_arrays {
 
 enum listing { HOST_ARRAYS, DEVICE_TABLES, HOST_LISTS };
 
-static kvprim_status transfer_listed(const job &j, const layer_arrays &layers, listing how, int64_t rows, int i)
+static void transfer_listed(const job &j, const layer_arrays &layers, listing how, int64_t rows, int i)
 {
     const bool tables = how == DEVICE_TABLES, lists = how == HOST_LISTS;
     const auto in_host = [](const char *p) { return p >= host_memory && p < host_memory + host_bytes; };
-    kvprim_transfer_desc d = {};
-    d.dst = table_at(nullptr, j.to->rows);
-    d.src = table_at(nullptr, j.from->rows);
+    kvprim_transfer_desc d =
+        transfer_of(table_at(nullptr, j.to->rows), table_at(nullptr, j.from->rows), j.row_bytes, j.layers,
+                    lists ? j.to->host_set(i) : j.to->set(i), lists ? j.from->host_set(i) : j.from->set(i), rows);
     (tables && !in_host(j.dst) ? d.dst_device_layers : d.dst_layers) =
         tables && !in_host(j.dst) ? layers.dst_on.get() : layers.dst.data();
     (tables && !in_host(j.src) ? d.src_device_layers : d.src_layers) =
         tables && !in_host(j.src) ? layers.src_on.get() : layers.src.data();
-    d.layers = j.layers;
-    d.row_bytes = j.row_bytes;
-    d.dst_index = lists ? j.to->host_set(i) : j.to->set(i);
-    d.src_index = lists ? j.from->host_set(i) : j.from->set(i);
     d.host_index = lists;
-    d.index_type = KVPRIM_I32;
-    d.count = rows;
-    const kvprim_cuda_launch launch = on_stream();
-    return kvprim_cuda_transfer(&d, &launch);
+    call_kvprim(kvprim_cuda_transfer, d);
 }
 
 /* Returns the time of `how` against the same transfer with arrays and indices as engines without them have them. */
@@ -914,7 +885,7 @@ static double listed_point(const char *where, char *dst, char *src, int64_t row_
                            listing how)
 {
     const int64_t table_rows = std::max<int64_t>(2 * rows, 8192 * KiB / row_bytes);
-    const index_sets to(table_rows, rows, sets_count, 31), from(table_rows, rows, sets_count, 32);
+    const index_sets to(table_rows, rows, turns, 31), from(table_rows, rows, turns, 32);
     const job j = {dst, src, row_bytes, layers, &to, &from};
     const layer_arrays arrays(j);
     std::vector<contender> c;
@@ -922,7 +893,7 @@ static double listed_point(const char *where, char *dst, char *src, int64_t row_
         c.push_back(contend(one == HOST_ARRAYS     ? "host array"
                             : how == DEVICE_TABLES ? "device table"
                                                    : "host list",
-                            j, rows, [&, one](int i) { check_kvprim(transfer_listed(j, arrays, one, rows, i)); }));
+                            j, rows, [&, one](int i) { transfer_listed(j, arrays, one, rows, i); }));
         c.back().launches = bytes_of(j) >= 32 * MiB ? 8 : 32;
     }
     measure(c);
@@ -939,7 +910,7 @@ static void listed_host_times()
     const job many = {device_memory[1], device_memory[0], row_bytes, 64, &to, &from};
     const layer_arrays of_one(one), of_many(many);
     const auto call = [=](const job &j, const layer_arrays &layers, listing how, int64_t n) {
-        return [&, how, n] { check_kvprim(transfer_listed(j, layers, how, n, 0)); };
+        return [&, how, n] { transfer_listed(j, layers, how, n, 0); };
     };
     std::vector<host_call> calls = {
         {"empty kernel", [] { empty_kernel<<<1, 32, 0, stream>>>(); }},

@@ -6,9 +6,7 @@
        build/bench_unpack [--quick] [--only batches|shifts|meta|single|pdl|case|host|copies]
 
    Sources lie in random order in slots of a receive buffer; destinations follow each other. GB/s counts bytes read plus
-   bytes written. A time is in microseconds per call. It is measured in a replayed CUDA graph of several calls over
-   rotating buffers, and is the median of repetitions in which the contenders take turns. Before, the benchmark compares
-   what the last call wrote with its source.
+   bytes written. Times are microseconds per call, as bench_gpu.h takes them, over rotating buffers.
 
    kvprim    kvprim_cuda_unpack
    meta      kvprim_cuda_unpack_meta, which reads descriptors and their count on the GPU; in its cache, not cached, and
@@ -102,13 +100,14 @@ static std::vector<uint64_t> equal(uint64_t bytes, int64_t total)
     return std::vector<uint64_t>(size_t(total) / bytes, bytes);
 }
 
-/* 96 MB of fragments of 64 B to 128 KB; their logarithms are evenly distributed. */
-static std::vector<uint64_t> mixed()
+/* Sizes from `low` to `high` bytes, multiples of `unit`, whose logarithms are evenly distributed. */
+static std::vector<uint64_t> mix(uint64_t low, uint64_t high, int64_t total, uint64_t unit, unsigned seed)
 {
-    std::mt19937 random(7);
+    std::mt19937 random(seed);
+    const std::uniform_real_distribution<> where(std::log2(double(low)), std::log2(double(high)));
     std::vector<uint64_t> bytes;
-    for (int64_t total = 0; total < 96 * MiB; total += int64_t(bytes.back()))
-        bytes.push_back(uint64_t(std::exp2(6 + std::uniform_real_distribution<>(0, 11)(random))));
+    for (int64_t sum = 0; sum < total; sum += int64_t(bytes.back()))
+        bytes.push_back(uint64_t(std::exp2(std::uniform_real_distribution<>(where)(random))) / unit * unit);
     return bytes;
 }
 
@@ -128,6 +127,34 @@ static std::vector<uint64_t> small_mixed()
     return bytes;
 }
 
+/* size: bytes of a fragment; 0: mixed. */
+struct fragment_case {
+    const char *name;
+    int64_t size;
+    std::vector<uint64_t> bytes;
+};
+
+static std::vector<fragment_case> fragment_cases(const std::vector<std::string> &names)
+{
+    const std::vector<fragment_case> all = {{"128 x 4 KB", 4096, equal(4096, MiB / 2)},
+                                            {"1,024 x 4 KB", 4096, equal(4096, 4 * MiB)},
+                                            {"2,048 x 4 KB", 4096, equal(4096, 8 * MiB)},
+                                            {"65,536 x 256 B", 256, equal(256, 16 * MiB)},
+                                            {"65,536 x 1 KB", 1024, equal(1024, 64 * MiB)},
+                                            {"32,768 x 4 KB", 4096, equal(4096, 128 * MiB)},
+                                            {"2,048 x 64 KB", 65536, equal(65536, 128 * MiB)},
+                                            {"128 x 1 MB", MiB, equal(MiB, 128 * MiB)},
+                                            {"64 B to 128 KB, 96 MB", 0, mix(64, 128 * KiB, 96 * MiB, 1, 7)},
+                                            {"2,000 x 512 B and 64 MB", 0, skewed()},
+                                            {"65,536 x 64 B to 512 B", 0, small_mixed()}};
+    std::vector<fragment_case> chosen;
+    for (const std::string &name : names)
+        for (const fragment_case &c : all)
+            if (name == c.name)
+                chosen.push_back(c);
+    return chosen;
+}
+
 /* ---- contenders ---- */
 
 static kvprim_unpack_desc describe(const batch &b, int i)
@@ -139,11 +166,9 @@ static kvprim_unpack_desc describe(const batch &b, int i)
     return d;
 }
 
-static void unpack(const batch &b, int i)
+template <bool pdl> static void unpack(const batch &b, int i)
 {
-    const kvprim_cuda_launch launch = on_stream();
-    const kvprim_unpack_desc d = describe(b, i);
-    check_kvprim(kvprim_cuda_unpack(&d, &launch));
+    call_kvprim(kvprim_cuda_unpack, describe(b, i), pdl);
 }
 
 /* A compiler that cannot assume that dst and src lie apart stores each word before it loads the next. */
@@ -266,17 +291,17 @@ static double gb_of(const result &r)
     return 2e-3 * double(r.total) / r.us;
 }
 
-static void measure_batch(const char *name, int64_t size, const std::vector<uint64_t> &bytes, int shift, bool others)
+static void measure_batch(const fragment_case &c, int shift, bool others)
 {
-    const batch b(name, bytes, shift);
-    std::vector<contender> all = {contend("kvprim", b, unpack)};
+    const batch b(c.name, c.bytes, shift);
+    std::vector<contender> all = {contend("kvprim", b, unpack<false>)};
     if (others) {
         all.push_back(contend("cub", b, enqueue_cub));
         all.push_back(contend("warp", b, enqueue_warps));
         all[2].launches = std::min(all[2].launches, 1 + int(40 * MiB / int64_t(b.fragments.size()) / 4096));
     }
     measure(all);
-    result r = {b.name, size, b.total, shift, all[0].us, 0, 0, 0, 0, 0};
+    result r = {b.name, c.size, b.total, shift, all[0].us, 0, 0, 0, 0, 0};
     if (others) {
         r.cub = all[1].us;
         r.warp = all[2].us;
@@ -285,15 +310,19 @@ static void measure_batch(const char *name, int64_t size, const std::vector<uint
         r.batch = time_plainly(contend("batch", b, enqueue_batch));
     }
     results.push_back(r);
-    printf("%-26s %2d %9.2f %6.0f %9.2f %9.2f %10.0f %10.0f\n", name, shift, r.us, gb_of(r), r.cub, r.warp, r.each,
+    printf("%-26s %2d %9.2f %6.0f %9.2f %9.2f %10.0f %10.0f\n", c.name, shift, r.us, gb_of(r), r.cub, r.warp, r.each,
            r.batch);
     fflush(stdout);
 }
 
-static void print_header()
+/* Measures batches at some shifts. */
+static void measure_batches(const std::vector<std::string> &names, const std::vector<int> &shifts, bool others)
 {
     printf("\n%-26s %2s %9s %6s %9s %9s %10s %10s\n", "fragments", "+", "kvprim us", "GB/s", "cub", "warp", "each",
            "batch");
+    for (const int shift : shifts)
+        for (const fragment_case &c : fragment_cases(names))
+            measure_batch(c, shift, others);
 }
 
 /* ---- targets ---- */
@@ -341,31 +370,16 @@ static void judge_shifts()
 
 static void batches()
 {
-    print_header();
-    for (const int shift : {0, 3}) {
-        measure_batch("65,536 x 256 B", 256, equal(256, 16 * MiB), shift, true);
-        measure_batch("65,536 x 1 KB", 1024, equal(1024, 64 * MiB), shift, true);
-        measure_batch("32,768 x 4 KB", 4096, equal(4096, 128 * MiB), shift, true);
-        measure_batch("2,048 x 64 KB", 65536, equal(65536, 128 * MiB), shift, true);
-        measure_batch("128 x 1 MB", MiB, equal(MiB, 128 * MiB), shift, true);
-        measure_batch("64 B to 128 KB, 96 MB", 0, mixed(), shift, true);
-        measure_batch("2,000 x 512 B and 64 MB", 0, skewed(), shift, true);
-        measure_batch("65,536 x 64 B to 512 B", 0, small_mixed(), shift, true);
-        measure_batch("128 x 4 KB", 4096, equal(4096, MiB / 2), shift, true);
-    }
+    measure_batches({"65,536 x 256 B", "65,536 x 1 KB", "32,768 x 4 KB", "2,048 x 64 KB", "128 x 1 MB",
+                     "64 B to 128 KB, 96 MB", "2,000 x 512 B and 64 MB", "65,536 x 64 B to 512 B", "128 x 4 KB"},
+                    {0, 3}, true);
     judge_opponents();
     judge_rates();
 }
 
 static void shifts()
 {
-    print_header();
-    for (const int shift : {1, 7, 8, 15}) {
-        measure_batch("65,536 x 1 KB", 1024, equal(1024, 64 * MiB), shift, false);
-        measure_batch("32,768 x 4 KB", 4096, equal(4096, 128 * MiB), shift, false);
-        measure_batch("2,048 x 64 KB", 65536, equal(65536, 128 * MiB), shift, false);
-        measure_batch("64 B to 128 KB, 96 MB", 0, mixed(), shift, false);
-    }
+    measure_batches({"65,536 x 1 KB", "32,768 x 4 KB", "2,048 x 64 KB", "64 B to 128 KB, 96 MB"}, {1, 7, 8, 15}, false);
     judge_shifts();
 }
 
@@ -406,24 +420,25 @@ struct meta_lists {
     contender contend(const char *name, const kvprim_unpack_meta_item *lists, bool anew, bool pdl = false) const
     {
         const kvprim_cuda_launch launch = on_stream(pdl);
-        contender c = ::contend(name, b, unpack);
+        contender c = ::contend(name, b, unpack<false>);
         c.enqueue = [=](int i) { enqueue(i, anew ? lists + size_t(i % b.turns()) * stride : lists, launch); };
         return c;
     }
 };
 
 /* Whatever writes descriptors to the GPU's memory leaves them in its cache; a host's are in none. */
-static void measure_meta(const char *name, const std::vector<uint64_t> &bytes, int shift, std::vector<figure> *ratios)
+static void measure_meta(const fragment_case &f, int shift, std::vector<figure> *ratios)
 {
-    const batch b(name, bytes, shift);
+    const batch b(f.name, f.bytes, shift);
     const meta_lists lists(b);
-    std::vector<contender> all = {contend("unpack", b, unpack), lists.contend("meta", lists.device.get(), false),
+    std::vector<contender> all = {contend("unpack", b, unpack<false>), lists.contend("meta", lists.device.get(), false),
                                   lists.contend("meta, pdl", lists.device.get(), false, true),
                                   lists.contend("cold", lists.device.get(), true),
                                   lists.contend("mapped", lists.pinned, true)};
     measure(all);
-    printf("%-26s %2d %9.2f %9.2f %9.2f %9.2f %9.2f   %9.3f\n", name, shift, all[0].us, all[1].us, all[2].us, all[3].us,
-           all[4].us, all[0].us / all[1].us);
+    printf("%-26s %2d", f.name, shift);
+    print_us(all, 9, 2);
+    printf("   %9.3f\n", all[0].us / all[1].us);
     fflush(stdout);
     ratios->push_back({all[0].us / all[1].us, b.name + (shift ? " + 3" : "")});
 }
@@ -433,19 +448,12 @@ static void metas()
     std::vector<figure> ratios;
     printf("\n%-26s %2s %9s %9s %9s %9s %9s   %9s\n", "descriptors on the GPU", "+", "unpack us", "meta", "pdl",
            "not cached", "mapped", "unpack/meta");
-    for (const int shift : {0, 3}) {
-        measure_meta("128 x 4 KB", equal(4096, MiB / 2), shift, &ratios);
-        measure_meta("1,024 x 4 KB", equal(4096, 4 * MiB), shift, &ratios);
-        measure_meta("2,048 x 4 KB", equal(4096, 8 * MiB), shift, &ratios);
-        measure_meta("65,536 x 256 B", equal(256, 16 * MiB), shift, &ratios);
-        measure_meta("65,536 x 1 KB", equal(1024, 64 * MiB), shift, &ratios);
-        measure_meta("32,768 x 4 KB", equal(4096, 128 * MiB), shift, &ratios);
-        measure_meta("2,048 x 64 KB", equal(65536, 128 * MiB), shift, &ratios);
-        measure_meta("128 x 1 MB", equal(MiB, 128 * MiB), shift, &ratios);
-        measure_meta("64 B to 128 KB, 96 MB", mixed(), shift, &ratios);
-        measure_meta("2,000 x 512 B and 64 MB", skewed(), shift, &ratios);
-        measure_meta("65,536 x 64 B to 512 B", small_mixed(), shift, &ratios);
-    }
+    for (const int shift : {0, 3})
+        for (const fragment_case &f :
+             fragment_cases({"128 x 4 KB", "1,024 x 4 KB", "2,048 x 4 KB", "65,536 x 256 B", "65,536 x 1 KB",
+                             "32,768 x 4 KB", "2,048 x 64 KB", "128 x 1 MB", "64 B to 128 KB, 96 MB",
+                             "2,000 x 512 B and 64 MB", "65,536 x 64 B to 512 B"}))
+            measure_meta(f, shift, &ratios);
     judge_worst("descriptors on the GPU: unpack's time / meta's", ratios, '>', 0.9);
 }
 
@@ -457,13 +465,6 @@ static void enqueue_one(const batch &b, int i)
     CUDA(cudaMemcpyAsync(b.dst(i) + f.dst_offset, b.src(i) + f.src_offset, f.bytes, cudaMemcpyDeviceToDevice, stream));
 }
 
-static void unpack_dependent(const batch &b, int i)
-{
-    const kvprim_cuda_launch launch = on_stream(true);
-    const kvprim_unpack_desc d = describe(b, i);
-    check_kvprim(kvprim_cuda_unpack(&d, &launch));
-}
-
 /* Against a memcpy node in a graph, and a cudaMemcpyAsync in a stream. */
 static void single()
 {
@@ -472,13 +473,14 @@ static void single()
     for (const int shift : {0, 3})
         for (int64_t bytes = 4 * KiB; bytes <= 256 * MiB; bytes *= 4) {
             const batch b(size_name(bytes).c_str(), {uint64_t(bytes)}, shift);
-            std::vector<contender> all = {contend("kvprim", b, unpack), contend("pdl", b, unpack_dependent),
-                                          contend("memcpy", b, enqueue_one), contend("kvprim", b, unpack),
+            std::vector<contender> all = {contend("kvprim", b, unpack<false>), contend("pdl", b, unpack<true>),
+                                          contend("memcpy", b, enqueue_one), contend("kvprim", b, unpack<false>),
                                           contend("memcpy", b, enqueue_one)};
             all[3].plain = all[4].plain = true;
             measure(all);
-            printf("%-10s %2d %9.2f %9.2f %9.2f %9.2f %9.2f\n", b.name.c_str(), shift, all[0].us, all[1].us, all[2].us,
-                   all[3].us, all[4].us);
+            printf("%-10s %2d", b.name.c_str(), shift);
+            print_us(all, 9, 2);
+            printf("\n");
             nodes.push_back({std::min(all[0].us, all[1].us) / all[2].us, b.name + (shift ? " + 3" : "")});
             calls.push_back({all[3].us / all[4].us, nodes.back().where});
         }
@@ -496,7 +498,7 @@ static void dependent()
             for (const int kb : {256, 1024, 4096, 6144, 8192, 9216, 10240, 12288, 16384, 20480, 24576, 36864, 65536}) {
                 const std::string name = std::to_string(pieces) + " in " + size_name(kb * KiB);
                 const batch b(name.c_str(), equal(uint64_t(kb * KiB / pieces), kb * KiB), shift);
-                std::vector<contender> all = {contend("kvprim", b, unpack), contend("pdl", b, unpack_dependent)};
+                std::vector<contender> all = {contend("kvprim", b, unpack<false>), contend("pdl", b, unpack<true>)};
                 measure(all);
                 printf("%-16s %2d %9.2f %9.2f %9.3f\n", name.c_str(), shift, all[0].us, all[1].us,
                        all[1].us / all[0].us);
@@ -603,10 +605,10 @@ static void host()
     const kvprim_unpack_desc d = describe(even, 0);
     std::vector<host_call> calls = {
         {"cudaLaunchKernel", [=] { CUDA(cudaLaunchKernel(empty, 1, 128, nullptr, 0, stream)); }},
-        {"kvprim_cuda_unpack, even", [&] { unpack(even, 0); }},
-        {"misaligned", [&] { unpack(packed, 0); }},
-        {"uneven", [&] { unpack(few, 0); }},
-        {"8,192 uneven", [&] { unpack(many, 0); }},
+        {"kvprim_cuda_unpack, even", [&] { unpack<false>(even, 0); }},
+        {"misaligned", [&] { unpack<false>(packed, 0); }},
+        {"uneven", [&] { unpack<false>(few, 0); }},
+        {"8,192 uneven", [&] { unpack<false>(many, 0); }},
         {"kvprim_unpack_check", [&] { check_kvprim(kvprim_unpack_check(&d)); }},
         {"transfer of 122 layers", [&] { transfer(in_order); }},
         {"K and V alternate", [&] { transfer(alternate); }},
@@ -625,20 +627,10 @@ static void host()
 
 /* ---- copies by address ---- */
 
-static void copy(const batch &b, int i)
+template <bool pdl> static void copy(const batch &b, int i)
 {
-    const kvprim_cuda_launch launch = on_stream();
     const std::vector<kvprim_copy_item> &items = b.items[size_t(i % b.turns())];
-    const kvprim_copy_desc d = {items.data(), items.size(), 0};
-    check_kvprim(kvprim_cuda_copy(&d, &launch));
-}
-
-static void copy_dependent(const batch &b, int i)
-{
-    const kvprim_cuda_launch launch = on_stream(true);
-    const std::vector<kvprim_copy_item> &items = b.items[size_t(i % b.turns())];
-    const kvprim_copy_desc d = {items.data(), items.size(), 0};
-    check_kvprim(kvprim_cuda_copy(&d, &launch));
+    call_kvprim(kvprim_cuda_copy, kvprim_copy_desc{items.data(), items.size(), 0}, pdl);
 }
 
 /* About as many bytes in one piece, from a multiple of 2 MB to another: the limit. */
@@ -653,17 +645,6 @@ static void enqueue_all(const batch &b, int i)
     CUDA(cudaMemcpyAsync(dst_memory + at, src_memory + at, size_t(whole_of(b)), cudaMemcpyDeviceToDevice, stream));
 }
 
-/* Logarithms of the sizes, multiples of 16, are evenly distributed. */
-static std::vector<uint64_t> mix(uint64_t low, uint64_t high, int64_t total, uint64_t unit)
-{
-    std::mt19937 random(11);
-    const std::uniform_real_distribution<> where(std::log2(double(low)), std::log2(double(high)));
-    std::vector<uint64_t> bytes;
-    for (int64_t sum = 0; sum < total; sum += int64_t(bytes.back()))
-        bytes.push_back(uint64_t(std::exp2(std::uniform_real_distribution<>(where)(random))) / unit * unit);
-    return bytes;
-}
-
 static void copies_in_memory()
 {
     std::vector<figure> limits, cubs;
@@ -676,14 +657,14 @@ static void copies_in_memory()
     } cases[] = {{"32,768 x 4 KB", equal(4096, 128 * MiB), 0},
                  {"8,192 x 16 KB", equal(16 * KiB, 128 * MiB), 0},
                  {"4,096 x 64 KB", equal(64 * KiB, 256 * MiB), 0},
-                 {"4 KB to 64 KB, 256 MB", mix(4 * KiB, 64 * KiB, 256 * MiB, 16), 0},
-                 {"4 KB to 4 MB, 512 MB", mix(4 * KiB, 4 * MiB, 512 * MiB, 16), 0},
-                 {"4 KB to 4 MB, 512 MB, odd", mix(4 * KiB, 4 * MiB, 512 * MiB, 1), 5}};
+                 {"4 KB to 64 KB, 256 MB", mix(4 * KiB, 64 * KiB, 256 * MiB, 16, 11), 0},
+                 {"4 KB to 4 MB, 512 MB", mix(4 * KiB, 4 * MiB, 512 * MiB, 16, 11), 0},
+                 {"4 KB to 4 MB, 512 MB, odd", mix(4 * KiB, 4 * MiB, 512 * MiB, 1, 11), 5}};
     for (const auto &c : cases) {
         const batch b(c.name, c.bytes, c.shift, true);
         contender limit = {"one copy", [&b](int i) { enqueue_all(b, i); }, 2 * double(whole_of(b)), 24};
-        std::vector<contender> all = {contend("copy", b, copy), contend("pdl", b, copy_dependent),
-                                      contend("unpack", b, unpack), contend("cub", b, enqueue_cub), limit};
+        std::vector<contender> all = {contend("copy", b, copy<false>), contend("pdl", b, copy<true>),
+                                      contend("unpack", b, unpack<false>), contend("cub", b, enqueue_cub), limit};
         for (contender &one : all)
             one.launches = 16;
         measure(all);
@@ -783,8 +764,8 @@ static void copies_on_host()
         mixed.push_back(
             {src_memory + int64_t(slots.host[2 * i]) * 4096, src_memory + int64_t(slots.host[2 * i + 1]) * 4096, 4096});
     const kvprim_copy_desc among = {mixed.data(), mixed.size(), 0};
-    std::vector<host_call> calls = {{"kvprim_cuda_unpack, 4,096", [&] { unpack(b, 0); }},
-                                    {"kvprim_cuda_copy", [&] { copy(b, 0); }},
+    std::vector<host_call> calls = {{"kvprim_cuda_unpack, 4,096", [&] { unpack<false>(b, 0); }},
+                                    {"kvprim_cuda_copy", [&] { copy<false>(b, 0); }},
                                     {"kvprim_copy_check",
                                      [&] {
                                          const kvprim_copy_desc d = {b.items[0].data(), 4096, 0};

@@ -293,29 +293,20 @@ static std::vector<way_table> tables_of_limits()
     const auto gather_odd = [](size_t bytes) { return way_call{kvpn_all_gather, even_part(bytes) / 2 - 1, {}}; };
     const auto exchange = [](spread how) { return [how](size_t bytes) { return exchange_of(even_part(bytes), how); }; };
     const std::vector<kvpn_way> parts = {kvpn_by_parts, kvpn_by_parts_many, kvpn_by_parts_most};
-    const bool two = world == 2; /* only two ranks have pipelines */
-    std::vector<way_table> tables;
-    if (two)
-        tables.push_back(table_of("all_reduce", {kvpn_by_one_shot, kvpn_by_two_shot, kvpn_by_pipeline},
-                                  {&l::one_shot, nullptr, &l::two_shot}, true, sum));
-    else
-        tables.push_back(
-            table_of("all_reduce", {kvpn_by_one_shot, kvpn_by_two_shot}, {&l::one_shot, &l::two_shot}, true, sum));
-    if (two)
-        tables.push_back(table_of("reduce_scatter", {kvpn_by_scatter, kvpn_by_pipeline_scatter}, {nullptr, &l::scatter},
-                                  true, scatter));
-    else
-        tables.push_back(table_of("reduce_scatter", {kvpn_by_scatter}, {&l::scatter}, true, scatter));
-    tables.push_back(table_of("all_gather", {kvpn_by_gather, kvpn_by_gather_many, kvpn_by_gather_most},
-                              {&l::gather, &l::gather_many, &l::gather_most}, true, gather));
-    tables.push_back(table_of("all_gather, odd", {kvpn_by_gather}, {&l::gather_odd}, true, gather_odd));
-    tables.push_back(
-        table_of("all_to_all", parts, {&l::parts, &l::parts_many, &l::parts_even}, false, exchange(equal)));
-    tables.push_back(
-        table_of("all_to_allv", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(proportional)));
-    tables.push_back(
-        table_of("all_to_allv to one", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(to_one)));
-    return tables;
+    std::vector<kvpn_way> sums = {kvpn_by_one_shot, kvpn_by_two_shot}, scatters = {kvpn_by_scatter};
+    std::vector<limit_field> sum_limits = {&l::one_shot, &l::two_shot}, scatter_limits = {&l::scatter};
+    if (world == 2) { /* only two ranks have pipelines */
+        sums.push_back(kvpn_by_pipeline), scatters.push_back(kvpn_by_pipeline_scatter);
+        sum_limits = {&l::one_shot, nullptr, &l::two_shot}, scatter_limits = {nullptr, &l::scatter};
+    }
+    return {table_of("all_reduce", sums, sum_limits, true, sum),
+            table_of("reduce_scatter", scatters, scatter_limits, true, scatter),
+            table_of("all_gather", {kvpn_by_gather, kvpn_by_gather_many, kvpn_by_gather_most},
+                     {&l::gather, &l::gather_many, &l::gather_most}, true, gather),
+            table_of("all_gather, odd", {kvpn_by_gather}, {&l::gather_odd}, true, gather_odd),
+            table_of("all_to_all", parts, {&l::parts, &l::parts_many, &l::parts_even}, false, exchange(equal)),
+            table_of("all_to_allv", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(proportional)),
+            table_of("all_to_allv to one", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(to_one))};
 }
 
 /* ---- the norm, whose ways are one shot and two ---- */
@@ -353,13 +344,8 @@ static way_table table_of_norm()
     const auto way = [](size_t bytes, kvpn_way how, bool) {
         return rank_way{[=](rank_state &r, int) { enqueue_norm_by(r, bytes, how); }};
     };
-    return {"all_reduce_norm",
-            {kvpn_by_one_shot, kvpn_by_two_shot},
-            {&kvpn_limits::norm_one_shot},
-            false,
-            fits,
-            chosen,
-            way};
+    const std::vector<kvpn_way> ways = {kvpn_by_one_shot, kvpn_by_two_shot};
+    return {"all_reduce_norm", ways, {&kvpn_limits::norm_one_shot}, false, fits, chosen, way};
 }
 
 /* ---- the section ---- */

@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#include <cuda_runtime.h>
+#include "opponents_launch.h"
 
 constexpr unsigned opponent_threads = 128; /* per block, in both projects */
 
@@ -62,22 +62,6 @@ template <int bytes> struct lane_words {
     }
 };
 
-template <bool pdl> __device__ inline void opponent_wait()
-{
-#if __CUDA_ARCH__ >= 900
-    if (pdl)
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-template <bool pdl> __device__ inline void opponent_trigger()
-{
-#if __CUDA_ARCH__ >= 900
-    if (pdl)
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 template <bool pdl> __device__ inline int64_t row_number(const int32_t *index)
 {
     return pdl ? *index : __ldg(index);
@@ -92,16 +76,9 @@ __device__ inline unsigned opponent_warp()
 
 template <typename params> cudaError_t launch_warps(void (*kernel)(params), const params &p, bool pdl, cudaStream_t on)
 {
-    cudaLaunchAttribute attribute = {};
-    cudaLaunchConfig_t config = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = dim3(unsigned((p.warps + opponent_threads / 32 - 1) / (opponent_threads / 32)));
-    config.blockDim = dim3(opponent_threads);
-    config.stream = on;
-    config.attrs = &attribute;
-    config.numAttrs = pdl;
-    return cudaLaunchKernelEx(&config, kernel, p);
+    constexpr unsigned in_block = opponent_threads / 32;
+    return launch_opponent(kernel, dim3(unsigned((p.warps + in_block - 1) / in_block)), dim3(opponent_threads), pdl, on,
+                           p);
 }
 
 /* ---- mini-sglang: gather ---- */
@@ -121,13 +98,13 @@ __global__ void __launch_bounds__(opponent_threads, 1) mini_gather_kernel(const 
 {
     constexpr int parts = parts_of<row_bytes>, bytes = row_bytes / parts;
     const unsigned warp = opponent_warp();
-    opponent_wait<pdl>();
+    pdl_wait<pdl>();
     if (warp < p.warps && lane_words<bytes>::has(0)) {
         lane_words<bytes> words;
         words.template load<pdl>(p.table + row_number<pdl>(p.index + warp / parts) * row_bytes + warp % parts * bytes);
         words.store(p.out + int64_t(warp) * bytes);
     }
-    opponent_trigger<pdl>();
+    pdl_trigger<pdl>();
 }
 
 template <int row_bytes, bool pdl>
@@ -175,12 +152,12 @@ template <int row_bytes, int tensors, bool pdl>
 __global__ void __launch_bounds__(opponent_threads, 1) mini_store_kernel(const __grid_constant__ store_params p)
 {
     const unsigned warp = opponent_warp();
-    opponent_wait<pdl>();
+    pdl_wait<pdl>();
     if (warp < p.warps && lane_words<row_bytes>::has(0)) {
         const int64_t to = row_number<pdl>(p.slot + warp) * p.cache_stride, from = warp * p.input_stride;
         move_token<row_bytes, tensors, pdl>({p.k_cache + to, p.v_cache + to, p.k + from, p.v + from});
     }
-    opponent_trigger<pdl>();
+    pdl_trigger<pdl>();
 }
 
 template <int row_bytes, int tensors, bool pdl> cudaError_t launch_mini_store(const store_params &p, cudaStream_t on)
@@ -209,12 +186,12 @@ __global__ void __launch_bounds__(opponent_threads, 1) sglang_store_kernel(const
     if (token >= p.tokens || !lane_words<bytes>::has(0))
         return;
     const int32_t *const slot = p.slot + token * p.slot_stride;
-    opponent_wait<pdl>();
+    pdl_wait<pdl>();
     const unsigned part = warp % parts * bytes;
     const int64_t to = row_number<pdl>(slot) * p.cache_stride + part;
     move_token<bytes, tensors, pdl>(
         {p.k_cache + to, p.v_cache + to, p.k + (token * p.k_stride + part), p.v + (token * p.v_stride + part)});
-    opponent_trigger<pdl>();
+    pdl_trigger<pdl>();
 }
 
 template <int row_bytes, int tensors, bool pdl> cudaError_t launch_sglang_store(const store_params &p, cudaStream_t on)

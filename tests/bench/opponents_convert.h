@@ -24,7 +24,7 @@
 #include <type_traits>
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
-#include <cuda_runtime.h>
+#include "opponents_launch.h"
 
 /* Eight elements of a lane, in 16 bytes and in 8. */
 struct alignas(16) eight_bf16 {
@@ -72,37 +72,6 @@ struct convert_params {
     int32_t page_rows, scale_step;                /* scale_step: 1 if each head has a scale, else 0 */
     uint32_t tokens;
 };
-
-template <class kernel>
-cudaError_t launch_convert(kernel *function, const convert_params &p, dim3 grid, dim3 block, bool pdl, cudaStream_t on)
-{
-    cudaLaunchAttribute attribute = {};
-    cudaLaunchConfig_t config = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.stream = on;
-    config.attrs = &attribute;
-    config.numAttrs = pdl;
-    return cudaLaunchKernelEx(&config, function, p);
-}
-
-template <bool pdl> __device__ inline void convert_wait()
-{
-#if __CUDA_ARCH__ >= 900
-    if (pdl)
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-template <bool pdl> __device__ inline void convert_trigger()
-{
-#if __CUDA_ARCH__ >= 900
-    if (pdl)
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 /* A word of 16, 8 or 4 bytes at once. What a kernel before this one may still be writing is not loaded by the path for
    constant data. */
@@ -167,9 +136,9 @@ __global__ void __launch_bounds__(512, 4) vllm_quant_store_kernel(const __grid_c
 template <int heads, int head_elements> cudaError_t launch_vllm_store(const convert_params &p, bool, cudaStream_t on)
 {
     const bool by_head = p.head_stride != head_elements || p.scale_step != 0;
-    return launch_convert(by_head ? vllm_quant_store_kernel<heads, head_elements, true>
-                                  : vllm_quant_store_kernel<heads, head_elements, false>,
-                          p, dim3(p.tokens), dim3(std::min(heads * head_elements, 512)), false, on);
+    return launch_opponent(by_head ? vllm_quant_store_kernel<heads, head_elements, true>
+                                   : vllm_quant_store_kernel<heads, head_elements, false>,
+                           dim3(p.tokens), dim3(std::min(heads * head_elements, 512)), false, on, p);
 }
 
 /* concat_and_cache_mla, with "fp8": latents of 512 elements, then 64 of the position. A block of 512 threads per token;
@@ -191,7 +160,28 @@ __global__ void __launch_bounds__(512) vllm_mla_store_kernel(const __grid_consta
 
 inline cudaError_t launch_vllm_mla(const convert_params &p, bool, cudaStream_t on)
 {
-    return launch_convert(vllm_mla_store_kernel, p, dim3(p.tokens), dim3(512), false, on);
+    return launch_opponent(vllm_mla_store_kernel, dim3(p.tokens), dim3(512), false, on, p);
+}
+
+/* The largest x of each group of lanes. */
+template <int lanes> __device__ inline float over_lanes(float x)
+{
+#pragma unroll
+    for (int step = lanes / 2; step > 0; step /= 2)
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, step, lanes));
+    return x;
+}
+
+__device__ inline float largest_of_four(float2 a, float2 b)
+{
+    return fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
+}
+
+__device__ inline uint32_t four_e4m3(float2 a, float2 b)
+{
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(a, __NV_SATFINITE, __NV_E4M3);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(b, __NV_SATFINITE, __NV_E4M3);
+    return low | high << 16;
 }
 
 __device__ inline float largest_of(const eight_bf16 &x)
@@ -221,10 +211,7 @@ __global__ void __launch_bounds__(96) vllm_ds_mla_store_kernel(const __grid_cons
         return;
     }
     const eight_bf16 x = read_word<false>(reinterpret_cast<const eight_bf16 *>(p.k + token * p.k_stride) + threadIdx.x);
-    float most = largest_of(x);
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2)
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, step, 16));
+    const float most = over_lanes<16>(largest_of(x));
     const float scale = exp2f(ceilf(log2f(fmaxf(most / 448.f, 1e-4f))));
     if (threadIdx.x % 16 == 0)
         reinterpret_cast<float *>(to + 512)[threadIdx.x / 16] = scale;
@@ -233,7 +220,7 @@ __global__ void __launch_bounds__(96) vllm_ds_mla_store_kernel(const __grid_cons
 
 inline cudaError_t launch_vllm_ds_mla(const convert_params &p, bool, cudaStream_t on)
 {
-    return launch_convert(vllm_ds_mla_store_kernel, p, dim3(p.tokens), dim3(96), false, on);
+    return launch_opponent(vllm_ds_mla_store_kernel, dim3(p.tokens), dim3(96), false, on, p);
 }
 
 /* indexer_k_quant_and_cache, 128 elements: a block of 4 warps per token, of which one has elements, 4 in a lane. Theirs
@@ -246,27 +233,22 @@ __global__ void __launch_bounds__(128) vllm_indexer_kernel(const __grid_constant
     if (slot < 0 || threadIdx.y > 0)
         return;
     const uint2 word = __ldg(reinterpret_cast<const uint2 *>(p.k + token * 128) + threadIdx.x);
-    float2 a = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(word.x));
-    float2 b = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(word.y));
-    float most = fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    const float2 a = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(word.x));
+    const float2 b = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(word.y));
+    const float most = over_lanes<32>(largest_of_four(a, b));
     float scale = fmaxf(most, 1e-4f) / 448.f;
     if (power_of_two)
         scale = exp2f(ceilf(log2f(scale)));
-    a = make_float2(a.x / scale, a.y / scale), b = make_float2(b.x / scale, b.y / scale);
     uint8_t *const to = p.k_cache + page * p.page_stride;
-    const uint32_t low = __nv_cvt_float2_to_fp8x2(a, __NV_SATFINITE, __NV_E4M3);
-    const uint32_t high = __nv_cvt_float2_to_fp8x2(b, __NV_SATFINITE, __NV_E4M3);
-    reinterpret_cast<uint32_t *>(to + row * 128)[threadIdx.x] = low | high << 16;
+    reinterpret_cast<uint32_t *>(to + row * 128)[threadIdx.x] =
+        four_e4m3(make_float2(a.x / scale, a.y / scale), make_float2(b.x / scale, b.y / scale));
     if (threadIdx.x == 0)
         reinterpret_cast<float *>(to + p.page_rows * 128)[row] = scale;
 }
 
 template <bool power_of_two> cudaError_t launch_vllm_indexer(const convert_params &p, bool, cudaStream_t on)
 {
-    return launch_convert(vllm_indexer_kernel<power_of_two>, p, dim3(p.tokens), dim3(32, 4), false, on);
+    return launch_opponent(vllm_indexer_kernel<power_of_two>, dim3(p.tokens), dim3(32, 4), false, on, p);
 }
 
 /* triton_reshape_and_cache_flash_per_token_head_quant, e4m3: a block for each token and head, of an element in each
@@ -306,8 +288,8 @@ __global__ void __launch_bounds__(head_elements) vllm_token_head_kernel(const __
 template <int heads, int head_elements>
 cudaError_t launch_vllm_token_head(const convert_params &p, bool, cudaStream_t on)
 {
-    return launch_convert(vllm_token_head_kernel<heads, head_elements>, p, dim3(p.tokens, heads), dim3(head_elements),
-                          false, on);
+    return launch_opponent(vllm_token_head_kernel<heads, head_elements>, dim3(p.tokens, heads), dim3(head_elements),
+                           false, on, p);
 }
 
 /* ---- SGLang: stores ---- */
@@ -324,7 +306,7 @@ __global__ void __launch_bounds__(128, 1) sglang_quant_kernel(const __grid_const
     const int lane = int(threadIdx.x) % 32;
     if (token >= p.tokens)
         return;
-    convert_wait<pdl>();
+    pdl_wait<pdl>();
     const int64_t to = (pdl ? p.slot[token] : __ldg(p.slot + token)) * p.row_stride;
     const eight_bf16 *const k = reinterpret_cast<const eight_bf16 *>(p.k + token * p.k_stride) + lane;
     const eight_bf16 *const v = reinterpret_cast<const eight_bf16 *>(p.v + token * p.v_stride) + lane;
@@ -356,13 +338,13 @@ __global__ void __launch_bounds__(128, 1) sglang_quant_kernel(const __grid_const
     for (int i = 0; i < steps; i++)
         if (lane + 32 * i < vectors)
             write_word(v_to + 32 * i, quantise<false>(b[i], v_inverse));
-    convert_trigger<pdl>();
+    pdl_trigger<pdl>();
 }
 
 template <int elements> cudaError_t launch_sglang_quant(const convert_params &p, bool pdl, cudaStream_t on)
 {
-    return launch_convert(pdl ? sglang_quant_kernel<elements, true> : sglang_quant_kernel<elements, false>, p,
-                          dim3((p.tokens + 3) / 4), dim3(128), pdl, on);
+    return launch_opponent(pdl ? sglang_quant_kernel<elements, true> : sglang_quant_kernel<elements, false>,
+                           dim3((p.tokens + 3) / 4), dim3(128), pdl, on, p);
 }
 
 /* The power of two at or above x > 0, as the byte of UE8M0. */
@@ -377,7 +359,7 @@ __device__ inline uint32_t to_e8m0(float x)
 template <bool pdl> __global__ void __launch_bounds__(256) sglang_v4_kernel(const __grid_constant__ convert_params p)
 {
     const uint32_t warp = threadIdx.x / 32, shift = 31 - __clz(p.page_rows);
-    convert_wait<pdl>();
+    pdl_wait<pdl>();
     const int64_t slot = pdl ? p.slot[blockIdx.x] : __ldg(p.slot + blockIdx.x);
     const uint32_t page = uint32_t(slot >> shift), row = uint32_t(slot) & (uint32_t(p.page_rows) - 1);
     const __nv_bfloat162 pair =
@@ -385,10 +367,7 @@ template <bool pdl> __global__ void __launch_bounds__(256) sglang_v4_kernel(cons
     uint8_t *const at = p.k_cache + page * p.page_stride, *const to = at + row * 576;
     if (warp != 7) {
         const float2 x = __bfloat1622float2(pair);
-        float most = fmaxf(fabsf(x.x), fabsf(x.y));
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2)
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        const float most = over_lanes<32>(fmaxf(fabsf(x.x), fabsf(x.y)));
         const uint32_t scale = to_e8m0(fmaxf(1e-4f, most) / 448.f);
         const float inverse = __uint_as_float((254 - scale) << 23);
         reinterpret_cast<__nv_fp8x2_storage_t *>(to)[threadIdx.x] =
@@ -397,13 +376,13 @@ template <bool pdl> __global__ void __launch_bounds__(256) sglang_v4_kernel(cons
             at[576 * p.page_rows + row * 8 + warp] = uint8_t(scale);
     } else
         reinterpret_cast<__nv_bfloat162 *>(to + 448)[threadIdx.x - 224] = pair;
-    convert_trigger<pdl>();
+    pdl_trigger<pdl>();
 }
 
 inline cudaError_t launch_sglang_v4(const convert_params &p, bool pdl, cudaStream_t on)
 {
-    return launch_convert(pdl ? sglang_v4_kernel<true> : sglang_v4_kernel<false>, p, dim3(p.tokens), dim3(256), pdl,
-                          on);
+    return launch_opponent(pdl ? sglang_v4_kernel<true> : sglang_v4_kernel<false>, dim3(p.tokens), dim3(256), pdl, on,
+                           p);
 }
 
 /* dsa/fused_store_index_cache.cuh: a warp per token of 128 elements, blocks of 4 warps. PDL. */
@@ -413,31 +392,26 @@ __global__ void __launch_bounds__(128) sglang_indexer_kernel(const __grid_consta
     const uint32_t thread = blockIdx.x * 128 + threadIdx.x, token = thread / 32, shift = 31 - __clz(p.page_rows);
     if (token >= p.tokens)
         return;
-    convert_wait<pdl>();
+    pdl_wait<pdl>();
     const int64_t slot = pdl ? p.slot[token] : __ldg(p.slot + token);
     const uint2 word = read_word<pdl>(reinterpret_cast<const uint2 *>(p.k) + thread);
     const float2 a = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(word.x));
     const float2 b = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(word.y));
-    float most = fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    const float most = over_lanes<32>(largest_of_four(a, b));
     const float scale = fmaxf(1e-4f, most) / 448.f, inverse = 1.f / scale;
     const uint32_t page = uint32_t(slot >> shift), row = uint32_t(slot) & (uint32_t(p.page_rows) - 1);
     uint8_t *const to = p.k_cache + page * p.page_stride;
-    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a.x * inverse, a.y * inverse), __NV_SATFINITE, __NV_E4M3);
-    const uint32_t high =
-        __nv_cvt_float2_to_fp8x2(make_float2(b.x * inverse, b.y * inverse), __NV_SATFINITE, __NV_E4M3);
-    reinterpret_cast<uint32_t *>(to + row * 128)[threadIdx.x % 32] = low | high << 16;
+    reinterpret_cast<uint32_t *>(to + row * 128)[threadIdx.x % 32] =
+        four_e4m3(make_float2(a.x * inverse, a.y * inverse), make_float2(b.x * inverse, b.y * inverse));
     if (threadIdx.x % 32 == 0) /* theirs: all lanes */
         reinterpret_cast<float *>(to + p.page_rows * 128)[row] = scale;
-    convert_trigger<pdl>();
+    pdl_trigger<pdl>();
 }
 
 inline cudaError_t launch_sglang_indexer(const convert_params &p, bool pdl, cudaStream_t on)
 {
-    return launch_convert(pdl ? sglang_indexer_kernel<true> : sglang_indexer_kernel<false>, p, dim3((p.tokens + 3) / 4),
-                          dim3(128), pdl, on);
+    return launch_opponent(pdl ? sglang_indexer_kernel<true> : sglang_indexer_kernel<false>, dim3((p.tokens + 3) / 4),
+                           dim3(128), pdl, on, p);
 }
 
 /* ---- vLLM: gathers ---- */

@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
-#include <cuda_runtime.h>
+#include "opponents_launch.h"
 
 namespace opponents
 {
@@ -130,16 +130,6 @@ __device__ inline void store_in_cluster(float *at, uint32_t block, float v)
                   : "memory");
 }
 
-__device__ inline void wait_for_previous()
-{
-    OPPONENTS_PTX("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ inline void let_next_start()
-{
-    OPPONENTS_PTX("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 /* Combines what all threads of a block, or of a cluster, have. room: a place for each of their warps, not in use since
    the barrier before the last one. */
 template <bool maximum, bool clusters> __device__ float over_row(float v, float *room)
@@ -211,7 +201,7 @@ template <norm_output output, int packs> __global__ void __launch_bounds__(most_
         weight[k] = inside ? p.weight[at] : uint4{};
         r[k] = inside ? p.residual[row + at] : uint4{};
     }
-    wait_for_previous();
+    pdl_wait<true>();
     uint4 x[packs];
     for (int k = 0; k < packs; k++) {
         const uint32_t at = threadIdx.x + uint32_t(k) * step;
@@ -307,8 +297,8 @@ __global__ void __launch_bounds__(most_threads) one_shot_norm(one_shot_params p)
     const uint4 weight[1] = {p.norm.weight[first]};
     uint4 residual = p.norm.residual[size_t(begin) * p.norm.packs + first];
     cluster_arrive(); /* before a block writes to the memory of another one, that one must run */
-    wait_for_previous();
-    let_next_start(); /* it waits as above */
+    pdl_wait<true>();
+    pdl_trigger<true>(); /* it waits as above */
     const size_t buffer_packs = size_t(p.most) * p.world;
     const uint32_t turn = p.state[0], clear = p.state[1];
     for (uint32_t token = begin; token < p.norm.tokens; token += step) {
