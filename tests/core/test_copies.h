@@ -86,60 +86,6 @@ static void test_copies_over_descriptor(void)
     CHECK(memcmp(&dst, &src, sizeof dst) == 0);
 }
 
-/* ---- bad descriptors ---- */
-
-static void test_copy_errors(void)
-{
-    unsigned char src[64], dst[64], want[64];
-    memset(dst, 1, sizeof dst);
-    memcpy(want, dst, sizeof dst);
-    void *const high = (void *)(uintptr_t)(UINTPTR_MAX - 6); /* 7 bytes, and the last address */
-    const struct {
-        kvprim_copy_item second;
-        kvprim_status status;
-        const char *words;
-    } cases[] = {
-        {{src, NULL, 1}, KVPRIM_ERROR_NULL, "kvprim_copy: items[1].dst is NULL, and its bytes are 1"},
-        {{NULL, NULL, 7}, KVPRIM_ERROR_NULL, "items[1].dst is NULL, and its bytes are 7"},
-        {{src, high, 8}, KVPRIM_ERROR_SIZE, "kvprim_copy: items[1] is 8 bytes from dst"},
-        {{high, dst + 8, 8}, KVPRIM_ERROR_SIZE, "items[1] is 8 bytes from src"},
-        {{src, dst + 8, UINT64_MAX}, KVPRIM_ERROR_SIZE, "items[1] is 18446744073709551615 bytes from"},
-        {{dst + 7, dst + 8, 1}, KVPRIM_ERROR_OVERLAP, "kvprim_copy: dst of items[0]"},
-        {{dst + 6, dst + 8, 2}, KVPRIM_ERROR_OVERLAP, "8 bytes) overlaps src of items[1]"},
-        {{dst + 16, dst + 17, 2}, KVPRIM_ERROR_OVERLAP, "dst of items[1]"}, /* with itself */
-        {{src + 16, src + 7, 1}, KVPRIM_ERROR_OVERLAP, "overlaps src of items[0]"},
-    };
-    kvprim_copy_item around[3] = {{0}, {src, dst, 8}, {0}}, *const items = around + 1;
-    kvprim_copy_desc d = copies_of(items, 2);
-    CHECK_ERROR(kvprim_copy(NULL), KVPRIM_ERROR_NULL, "kvprim_copy: desc is NULL");
-    for (size_t i = 0; i < LENGTH(cases); i++) {
-        items[1] = cases[i].second;
-        CHECK_ERROR(kvprim_copy(&d), cases[i].status, cases[i].words);
-        CHECK_ERROR(kvprim_copy_check(&d), cases[i].status, cases[i].words);
-        CHECK(memcmp(dst, want, sizeof dst) == 0);
-    }
-    const struct {
-        void *dst;
-        uint64_t bytes;
-    } over[] = {{&items[1], sizeof items[1]}, {(char *)(items + 2) - 1, 1}, {(char *)items - 3, 4}};
-    for (size_t i = 0; i < LENGTH(over); i++) {
-        items[1] = (kvprim_copy_item){src + 32, over[i].dst, over[i].bytes};
-        CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_OVERLAP, "kvprim_copy: dst of items[1]");
-        CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_OVERLAP, ") overlaps items (");
-        CHECK(items[1].dst == over[i].dst && items[1].bytes == over[i].bytes);
-    }
-    items[1] = (kvprim_copy_item){src, dst + 8, 8};
-    d.reserved = 7;
-    CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_ARGUMENT, "kvprim_copy: reserved is 7, not 0");
-    d.reserved = 0, d.count = KVPRIM_MAX_COPIES + 1;
-    CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_SIZE, "kvprim_copy: count is 262145, more than 262144");
-    d.count = 2, d.items = NULL;
-    CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_NULL, "kvprim_copy: items is NULL");
-    CHECK(memcmp(dst, want, sizeof dst) == 0);
-    d.count = 0, d.reserved = 7;
-    CHECK(kvprim_copy(&d) == KVPRIM_OK);
-}
-
 /* What is no error: nothing to copy from and to anywhere, the last address, and neighbours. */
 static void test_good_copies(void)
 {

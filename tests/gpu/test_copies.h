@@ -228,69 +228,6 @@ static void many_copies(arena *a)
             }
 }
 
-/* ---- bad descriptors ---- */
-
-static void refuse_copy(arena *a, const copy_items &items, kvprim_status want, const char *text, int64_t reserved = 0)
-{
-    CHECK(try_copy(a, items, text, reserved) == REFUSED);
-    copy_items on = items;
-    for (kvprim_copy_item &c : on)
-        c.src = on_device(a, c.src), c.dst = on_device(a, c.dst);
-    const kvprim_copy_desc d = {on.data(), on.size(), reserved};
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), want, text);
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), want, "kvprim_cuda_copy: ");
-}
-
-static void bad_copies(arena *a)
-{
-    empty(a);
-    unsigned char *const dst = static_cast<unsigned char *>(reserve(a, 3000, 0));
-    unsigned char *const src = static_cast<unsigned char *>(reserve(a, 3000, 0));
-    const copy_items good = {{src, dst, 1000}, {src + 100, dst + 1000, 900}, {nullptr, dst + 2000, 1000}};
-    CHECK(try_copy(a, good, "good") == RAN);
-    for (size_t i = 0; i < 3; i++) {
-        copy_items bad = good;
-        char text[40];
-        snprintf(text, sizeof text, "items[%zu]", i);
-        bad[i].dst = nullptr;
-        refuse_copy(a, bad, KVPRIM_ERROR_NULL, text);
-        bad[i] = {src, dst + 2999, UINT64_MAX};
-        refuse_copy(a, bad, KVPRIM_ERROR_SIZE, text);
-        bad[i] = {src, dst + 2990, uint64_t(1) << 62};
-        refuse_copy(a, bad, KVPRIM_ERROR_OVERLAP, text);
-        bad[i] = {src, src + 999, 1};
-        refuse_copy(a, bad, KVPRIM_ERROR_OVERLAP, " overlaps src of items[");
-        bad[i] = {dst + 999, dst + 1950, 2};
-        if (i)
-            refuse_copy(a, bad, KVPRIM_ERROR_OVERLAP, "dst of items[0]");
-    }
-    refuse_copy(a, good, KVPRIM_ERROR_ARGUMENT, "reserved is 1", 1);
-    copy_items own = good;
-    kvprim_copy_desc d = {own.data(), own.size(), 0};
-    own[1].dst = &own[2];
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_OVERLAP, "kvprim_cuda_copy: dst of items[1]");
-    d.items = nullptr;
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_copy: items is NULL");
-    d.items = good.data(), d.count = KVPRIM_MAX_COPIES + 1;
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_SIZE, "kvprim_cuda_copy: count is 262145");
-    CHECK_ERROR(kvprim_cuda_copy(nullptr, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_copy: desc is NULL");
-    const copy_items high = {{src, reinterpret_cast<void *>(uintptr_t(1) << 62), 8}};
-    d.items = high.data(), d.count = 1;
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_SIZE, "items[0] (src ");
-#ifdef KVPRIM_DEBUG
-    copy_items twice = good;
-    twice[2].dst = dst + 1899;
-    refuse_copy(a, twice, KVPRIM_ERROR_OVERLAP, "items[1] and items[2]");
-#endif
-    const kvprim_cuda_launch bad[] = {{nullptr, 2, 0, 0}, {nullptr, 0, -1, 0}, {nullptr, 0, 0, 1}};
-    const kvprim_copy_desc none = {};
-    d.items = good.data(), d.count = 3;
-    for (const kvprim_cuda_launch &launch : bad) {
-        CHECK(kvprim_cuda_copy(&none, &launch) == KVPRIM_OK);
-        CHECK_ERROR(kvprim_cuda_copy(&d, &launch), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_copy: ");
-    }
-}
-
 /* Items without bytes, whatever their pointers. */
 static void empty_copies(arena *a)
 {

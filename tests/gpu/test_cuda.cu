@@ -19,6 +19,7 @@
 #include "test_meta.h"
 #include "test_convert.h"
 #include "test_choice.h"
+#include "test_refusals.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
@@ -149,6 +150,11 @@ static void after(arena *a, bool)
 
 static void check_launches(const char *)
 {
+}
+
+static unsigned enqueued()
+{
+    return 0;
 }
 
 static void to_device(size_t bytes)
@@ -296,29 +302,6 @@ static void several_moves(arena *a)
 static void test_moves()
 {
     with_options({0, 4}, several_moves);
-}
-
-/* Makes an index type that only a C caller can pass. */
-static kvprim_index_type type_numbered(int number)
-{
-    kvprim_index_type type;
-    memcpy(&type, &number, sizeof type);
-    return type;
-}
-
-static void test_bad_types()
-{
-    for (const int number : {-1, 0, 3, 256}) {
-        kvprim_gather_desc gather = good_gather(&memory);
-        gather.index_type = type_numbered(number);
-        CHECK(try_move(&memory, &gather, "index_type") == REFUSED);
-        kvprim_store_desc store = good_store(&memory);
-        store.slot_type = type_numbered(number);
-        CHECK(try_move(&memory, &store, "slot_type") == REFUSED);
-        kvprim_transfer_desc transfer = good_transfer(&memory);
-        transfer.index_type = type_numbered(number);
-        CHECK(try_move(&memory, &transfer, "index_type") == REFUSED);
-    }
 }
 
 /* ---- unpack ---- */
@@ -1508,11 +1491,8 @@ static void thread_main(unsigned seed)
         launch.pdl = round % 2;
         small_matrix(&a);
         small_transfers(&a);
-        bad_gathers(&a);
-        bad_stores(&a);
-        bad_transfers(&a);
+        refusals(&a);
         small_batches(&a);
-        bad_unpacks(&a);
         small_metas(&a);
     }
     close_arena(&a);
@@ -2156,8 +2136,7 @@ static void run_quick()
     run("cuda: each kernel of plain rows", test_kernels);
     run("cuda: no launch options", test_null_launch);
     run("cuda: vocabulary shard, padding alone", in_memory<uses>);
-    run("cuda: bad descriptors", in_memory<bad_descriptors>);
-    run("cuda: bad index types", test_bad_types);
+    run("cuda: bad descriptors and options", in_memory<refusals>);
 #ifndef KVPRIM_DEBUG
     run("cuda: tables that claim more rows than there are", in_memory<claimed_tables>);
 #endif
@@ -2187,25 +2166,21 @@ static void run_quick()
     run("cuda: chains of stores and gathers", test_chains);
     run("cuda: slots, forms x types x sizes, limits", test_slots);
     run("cuda: slots, max_sms, pdl", test_slots_options);
-    run("cuda: slots, bad descriptors", in_memory<bad_slots>);
     run("cuda: random slots", in_memory<fuzz<random_slots>>);
     run("cuda: slots, then stores, then gathers, in graphs", test_slots_graphs);
     run("cuda: unpack, sizes x kinds x orders", test_unpack);
     run("cuda: unpack, lengths x alignments", test_unpack_lengths);
     run("cuda: unpack, counts", test_unpack_counts);
     run("cuda: unpack, max_sms, pdl", test_unpack_options);
-    run("cuda: unpack, bad descriptors", in_memory<bad_unpacks>);
     run("cuda: random unpacks", in_memory<fuzz<random_unpack>>);
     run("cuda: unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
     run("cuda: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
     run("cuda: unpack_meta, max_sms, pdl", test_meta_options);
-    run("cuda: unpack_meta, bad descriptors", in_memory<bad_metas>);
     run("cuda: random unpack_metas", in_memory<fuzz_metas>);
     run("cuda: unpack_meta, late descriptors, in a stream and in graphs", test_late);
     run("cuda: copy, sizes x kinds x zeros, scattered", test_copies);
     run("cuda: copy, lengths x alignments", test_copy_lengths);
     run("cuda: copy, max_sms, pdl", test_copy_options);
-    run("cuda: copy, bad descriptors", in_memory<bad_copies>);
     run("cuda: copy, empty items", in_memory<empty_copies>);
     run("cuda: random copies", in_memory<fuzz<random_copy>>);
     run("cuda: copies that follow each other, in a stream and in graphs", test_copy_relays);

@@ -20,6 +20,7 @@
 #include "test_meta.h"
 #include "test_convert.h"
 #include "test_choice.h"
+#include "test_refusals.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -50,7 +51,7 @@ static void say_where()
 static unsigned enqueued_before, launches_before;
 static bool quick;
 
-static unsigned enqueued_so_far()
+static unsigned enqueued()
 {
     return kvprim_emulate_launches + kvprim_emulate_copies;
 }
@@ -105,7 +106,7 @@ static void kvprim_emulate_note(const kvpc_plain &p)
 static void before(arena *a)
 {
     letters.clear();
-    enqueued_before = enqueued_so_far();
+    enqueued_before = enqueued();
     launches_before = kvprim_emulate_launches;
     kvprim_emulate_last_first = !kvprim_emulate_last_first; /* the order must not matter */
     ASAN_POISON_MEMORY_REGION(a->got, a->used);
@@ -116,11 +117,11 @@ static void allow(arena *a, size_t offset, size_t bytes)
     ASAN_UNPOISON_MEMORY_REGION(a->got + offset, bytes);
 }
 
-static void after(arena *a, bool enqueued)
+static void after(arena *a, bool enqueues)
 {
     ASAN_UNPOISON_MEMORY_REGION(a->got, a->used);
-    if ((enqueued_so_far() != enqueued_before) != enqueued)
-        fail("%s: %u kernels and copies were enqueued", current, enqueued_so_far() - enqueued_before);
+    if ((enqueued() != enqueued_before) != enqueues)
+        fail("%s: %u kernels and copies were enqueued", current, enqueued() - enqueued_before);
     if (kvprim_emulate_launches != launches_before && a->launch && a->launch->max_sms > 0 &&
         gridDim.x > static_cast<unsigned>(a->launch->max_sms))
         fail("%s: %u blocks, max_sms is %d", current, gridDim.x, a->launch->max_sms);
@@ -421,45 +422,31 @@ static void test_listed_launches()
         one_listed_launch(c);
 }
 
-/* What must be refused must be refused alike, and what the GPU or the host does not reach by its name. */
-static void bad_listed(arena *a)
+/* What the GPU or the host does not reach must be refused by its name. */
+static void unreachable_listed(arena *a)
 {
     const kvprim_transfer_desc good = good_transfer(a);
-    kvprim_transfer_desc d, resolved;
+    kvprim_transfer_desc resolved;
     CHECK(kvprim_transfer_check(&good, &resolved) == KVPRIM_OK);
     listed_transfer listed(a, good, resolved, LISTED_KINDS - 1);
-    const kvprim_transfer_desc on = listed.on.d;
-    void *const host_layers[2] = {a->got, a->got + 1024};
-    const auto refused = [&](kvprim_status want, const char *words) {
+    kvprim_transfer_desc d = listed.on.d;
+    const auto refused = [&](const char *field, const char *advice) {
         memcpy(a->got, a->expected, a->used);
-        CHECK_ERROR(kvprim_cuda_transfer(&d, nullptr), want, words);
-        CHECK(strncmp(kvprim_last_error(), "kvprim_cuda_transfer: ", 22) == 0);
-        CHECK(memcmp(a->got, a->expected, a->used) == 0);
+        expect_refusal(__LINE__, &d, nullptr, KVPRIM_ERROR_ARGUMENT, field);
+        CHECK(strstr(kvprim_last_error(), advice) && memcmp(a->got, a->expected, a->used) == 0);
+        d = listed.on.d;
     };
-#define REFUSED_WITH(change, status, words)                                                                            \
-    d = on;                                                                                                            \
-    d.change;                                                                                                          \
-    refused(KVPRIM_ERROR_##status, words)
-    REFUSED_WITH(dst_layers = host_layers, ARGUMENT, "both dst_layers and dst_device_layers are set");
-    REFUSED_WITH(src_layer_stride = 2048, ARGUMENT, "both src_device_layers and src_layer_stride are set");
-    REFUSED_WITH(host_index = 3, ARGUMENT, "host_index is 3");
-    REFUSED_WITH(src_device_layers = d.dst_device_layers, OVERLAP, "set same_cache");
-    REFUSED_WITH(same_cache = 1, ARGUMENT, "same_cache is 1, but dst_device_layers is");
-    REFUSED_WITH(dst.rows = 0, SIZE, "dst.rows is 0");
-    REFUSED_WITH(src_index_stride = -1, SIZE, "src_index_stride is -1");
-    kvprim_emulate_pageable = on.src_device_layers;
-    REFUSED_WITH(reserved = 0, ARGUMENT, "src_device_layers (");
+    kvprim_emulate_pageable = d.src_device_layers;
+    refused("src_device_layers (", "");
     kvprim_emulate_pageable = a->got + 64;
-    REFUSED_WITH(dst_device_layers = nullptr; d.dst.data = a->got + 64, ARGUMENT, "dst (");
-    CHECK(strstr(kvprim_last_error(), "pin it (cudaMallocHost, cudaHostRegister"));
-    kvprim_emulate_pageable = on.src_index;
-    REFUSED_WITH(host_index = 0, ARGUMENT, "src_index (");
-    CHECK(strstr(kvprim_last_error(), "or set host_index = 1"));
-    kvprim_emulate_device = on.dst_index;
-    REFUSED_WITH(host_index = 1, ARGUMENT, "dst_index (");
-    CHECK(strstr(kvprim_last_error(), "is memory of a GPU, but host_index is 1"));
+    d.dst_device_layers = nullptr, d.dst.data = a->got + 64;
+    refused("dst (", "pin it (cudaMallocHost, cudaHostRegister");
+    kvprim_emulate_pageable = d.src_index;
+    d.host_index = 0;
+    refused("src_index (", "or set host_index = 1");
+    kvprim_emulate_device = d.dst_index;
+    refused("dst_index (", "is memory of a GPU, but host_index is 1");
     kvprim_emulate_pageable = kvprim_emulate_device = nullptr;
-#undef REFUSED_WITH
 }
 
 /* Each list of moves takes as few launches as the header says: up to 4 moves of any kind, and alike ones with up to 231
@@ -1858,7 +1845,7 @@ int main(int argc, char **argv)
     run("emulated: limits that no memory reaches", test_limits);
     run("emulated: divisors", test_divisors);
     run("emulated: vocabulary shard, padding alone", in_memory<uses>);
-    run("emulated: bad descriptors", in_memory<bad_descriptors>);
+    run("emulated: bad descriptors and options", in_memory<refusals>);
     run("emulated: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
     run("emulated: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
     run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
@@ -1866,7 +1853,7 @@ int main(int argc, char **argv)
     run("emulated: transfer, layers", test_layers);
     run("emulated: transfer, layers of the GPU, lists of the host", test_listed);
     run("emulated: launches of listed transfers", test_listed_launches);
-    run("emulated: bad listed transfers", in_memory<bad_listed>);
+    run("emulated: listed transfers out of reach", in_memory<unreachable_listed>);
     run("emulated: transfer inside one cache", in_memory<copies_on_write>);
     run("emulated: several moves at once", test_moves);
     run("emulated: moves, number of launches", test_launches_of_moves);
@@ -1875,7 +1862,6 @@ int main(int argc, char **argv)
     run("emulated: slots, forms x types x sizes, limits, max_sms, pdl", test_slots);
     run("emulated: slots, each kernel", test_slots_kernels);
     run("emulated: slots, then stores, then gathers", test_slots_round_trips);
-    run("emulated: slots, bad descriptors", in_memory<bad_slots>);
     run("emulated: random slots", in_memory<fuzz<random_slots>>);
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);
@@ -1883,11 +1869,9 @@ int main(int argc, char **argv)
     run("emulated: unpack, what the survey finds", test_surveys);
     run("emulated: unpack, numbers of launches", test_unpack_launches);
     run("emulated: unpack, max_sms, pdl", test_unpack_options);
-    run("emulated: unpack, bad descriptors", in_memory<bad_unpacks>);
     run("emulated: random unpacks", in_memory<fuzz<random_unpack>>);
     run("emulated: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
     run("emulated: unpack_meta, max_sms, pdl", test_meta_options);
-    run("emulated: unpack_meta, bad descriptors", in_memory<bad_metas>);
     run("emulated: unpack_meta, blocks", test_meta_blocks);
     run("emulated: unpack_meta, memory out of reach", test_meta_reach);
     run("emulated: random unpack_metas", in_memory<fuzz_metas>);
@@ -1904,7 +1888,6 @@ int main(int argc, char **argv)
     run("emulated: copy, lengths x alignments", test_copy_lengths);
     run("emulated: copy, max_sms, pdl", test_copy_options);
     run("emulated: copy, numbers of launches", test_copy_launches);
-    run("emulated: copy, bad descriptors", in_memory<bad_copies>);
     run("emulated: copy, empty items", in_memory<empty_copies>);
     run("emulated: random copies", in_memory<fuzz<random_copy>>);
     run("emulated: copy, zeros by CUDA", test_zeros_by_cuda);

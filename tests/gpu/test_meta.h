@@ -210,48 +210,4 @@ static void small_metas(arena *a)
     }
 }
 
-/* ---- bad descriptors ---- */
-
-static void bad_metas(arena *a)
-{
-    kvprim_unpack_meta_desc good = {};
-    empty(a);
-    good.dst = reserve(a, 256, 0), good.dst_bytes = 256;
-    good.src = reserve(a, 256, 0), good.src_bytes = 256;
-    kvprim_unpack_meta_item *const meta = static_cast<kvprim_unpack_meta_item *>(reserve(a, 4 * sizeof *meta, 0));
-    uint64_t *const count = static_cast<uint64_t *>(reserve(a, sizeof *count, 0));
-    good.rejected = static_cast<uint32_t *>(reserve(a, 4, 0));
-    good.meta = meta, good.count = count, good.max_count = 4;
-    for (uint32_t i = 0; i < 4; i++)
-        meta[i] = {64 * i, 60, 192 - 64 * i};
-    *count = 3;
-    CHECK(try_meta(a, &good, "good") == RAN);
-    const auto refuse = [&](const char *what, void (*change)(kvprim_unpack_meta_desc *)) {
-        kvprim_unpack_meta_desc bad = good;
-        change(&bad);
-        CHECK(try_meta(a, &bad, what) == REFUSED);
-    };
-    refuse("no descriptors", [](kvprim_unpack_meta_desc *d) { d->meta = nullptr; });
-    refuse("no count", [](kvprim_unpack_meta_desc *d) { d->count = nullptr; });
-    refuse("no src", [](kvprim_unpack_meta_desc *d) { d->src = nullptr; });
-    refuse("no dst", [](kvprim_unpack_meta_desc *d) { d->dst = nullptr; });
-    refuse("reserved", [](kvprim_unpack_meta_desc *d) { d->reserved = 1; });
-    refuse("too many", [](kvprim_unpack_meta_desc *d) { d->max_count = KVPRIM_MAX_UNPACK_META + 1; });
-    refuse("odd descriptors", [](kvprim_unpack_meta_desc *d) { d->meta = moved(d->meta, nullptr, (void *)8); });
-    refuse("odd count", [](kvprim_unpack_meta_desc *d) { d->count = moved(d->count, nullptr, (void *)4); });
-    refuse("odd counter", [](kvprim_unpack_meta_desc *d) { d->rejected = moved(d->rejected, nullptr, (void *)2); });
-    refuse("dst over descriptors",
-           [](kvprim_unpack_meta_desc *d) { d->dst = const_cast<kvprim_unpack_meta_item *>(d->meta + 3); });
-    refuse("dst over count", [](kvprim_unpack_meta_desc *d) { d->count = static_cast<uint64_t *>(d->dst) + 31; });
-    refuse("counter in dst", [](kvprim_unpack_meta_desc *d) { d->rejected = static_cast<uint32_t *>(d->dst) + 63; });
-    refuse("counter in count", [](kvprim_unpack_meta_desc *d) { d->rejected = (uint32_t *)(uintptr_t)d->count + 1; });
-    refuse("counter in meta", [](kvprim_unpack_meta_desc *d) { d->rejected = (uint32_t *)(uintptr_t)(d->meta + 3); });
-    kvprim_unpack_meta_desc none = {};
-    CHECK(kvprim_cuda_unpack_meta(&none, a->launch) == KVPRIM_OK && kvprim_unpack_meta(&none) == KVPRIM_OK);
-    CHECK_ERROR(kvprim_cuda_unpack_meta(nullptr, a->launch), KVPRIM_ERROR_NULL,
-                "kvprim_cuda_unpack_meta: desc is NULL");
-    kvprim_cuda_launch launch = launch_like(a, 2, 0);
-    CHECK_ERROR(kvprim_cuda_unpack_meta(&good, &launch), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_unpack_meta: pdl is 2");
-}
-
 #endif /* TEST_META_H */

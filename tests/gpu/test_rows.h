@@ -54,8 +54,10 @@ static arena memory; /* of the main thread */
 static void before(arena *a);
 /* From now on these bytes may be accessed, and no others of the arena. */
 static void allow(arena *a, size_t offset, size_t bytes);
-/* Waits for the code under test and brings its result to `got`. enqueued: it had something to do. */
-static void after(arena *a, bool enqueued);
+/* Waits for the code under test and brings its result to `got`. enqueues: it had something to do. */
+static void after(arena *a, bool enqueues);
+/* Kernels and copies that were enqueued so far, or 0 where nobody counts them. */
+static unsigned enqueued();
 
 /* For run(): a test in the memory of the main thread. */
 template <void (*test)(arena *)> static void in_memory()
@@ -227,17 +229,21 @@ typedef on_gpu<kvprim_transfer_desc> device_transfer;
 
 /* What each kind of descriptor is for. */
 template <class Desc> struct functions;
-#define FUNCTIONS(operation)                                                                                           \
+#define FUNCTIONS(operation, ...)                                                                                      \
     template <> struct functions<kvprim_##operation##_desc> {                                                          \
         static constexpr const char *name = #operation;                                                                \
         static constexpr auto check = kvprim_##operation##_check;                                                      \
-        static constexpr auto moves = kvprim_##operation##_moves;                                                      \
         static constexpr auto host = kvprim_##operation;                                                               \
         static constexpr auto gpu = kvprim_cuda_##operation;                                                           \
+        __VA_ARGS__                                                                                                    \
     }
-FUNCTIONS(gather);
-FUNCTIONS(store);
-FUNCTIONS(transfer);
+FUNCTIONS(gather, static constexpr auto moves = kvprim_gather_moves;);
+FUNCTIONS(store, static constexpr auto moves = kvprim_store_moves;);
+FUNCTIONS(transfer, static constexpr auto moves = kvprim_transfer_moves;);
+FUNCTIONS(slots, );
+FUNCTIONS(unpack, );
+FUNCTIONS(unpack_meta, );
+FUNCTIONS(copy, );
 
 /* ---- rows, as the contract states them ---- */
 
@@ -1031,7 +1037,7 @@ static void uses(arena *a)
     plain_sizes(a);
 }
 
-/* ---- descriptors that must be refused ---- */
+/* ---- good descriptors ---- */
 
 static kvprim_gather_desc good_gather(arena *a)
 {
@@ -1039,53 +1045,6 @@ static kvprim_gather_desc good_gather(arena *a)
     void *const src = reserve(a, 4096, 0), *const dst = reserve(a, 4096, 0);
     const void *const index = place_index(a, KVPRIM_I32, 4, 0, 8, false);
     return gather_of(table_of(dst, 4), table_of(src, 8), 128, index, KVPRIM_I32, 0, 4, reserve_counter(a));
-}
-
-static uint32_t *odd_counter(uint32_t *rejected)
-{
-    return reinterpret_cast<uint32_t *>(reinterpret_cast<char *>(rejected) + 2);
-}
-
-/* tests/core lists what kvprim's check refuses. Here stands an error of each kind, which proves that the GPU's
-   functions ask that check before they enqueue anything, and what is not in that list. */
-#define BAD(change)                                                                                                    \
-    d = good;                                                                                                          \
-    d.change;                                                                                                          \
-    CHECK(try_move(a, &d, #change) == REFUSED)
-
-static void bad_gathers(arena *a)
-{
-    const kvprim_gather_desc good = good_gather(a);
-    kvprim_gather_desc d = good;
-    CHECK(try_move(a, &good, "good") == RAN);
-    BAD(dst.data = nullptr);
-    BAD(index_type = static_cast<kvprim_index_type>(0));
-    BAD(count = INT64_MIN);
-    BAD(count = INT64_MAX);
-    BAD(row_bytes = INT64_MAX);
-    BAD(dst.rows = 3);
-    BAD(dst.page_rows = INT64_MIN);
-    BAD(dst.heads = INT32_MIN);
-    BAD(dst.heads = 2); /* and no head_stride */
-    BAD(src.page_rows = 4; d.src.page_stride = 400);
-    BAD(src.heads = 2; d.src.stride = 64; d.src.head_stride = 100);
-    BAD(src.data = good.dst.data);
-    BAD(src.data = static_cast<char *>(good.dst.data) + 511);
-    BAD(src.bytes = 8 * 128 - 1);
-    BAD(dst.bytes = 4 * 128 - 1);
-    BAD(reserved = 1);
-    d = good;
-    d.src.bytes = 8 * 128;
-    d.dst.bytes = 4 * 128;
-    CHECK(try_move(a, &d, "tables as large as their memory") == RAN);
-    d = {};
-    CHECK(try_move(a, &d, "count 0") == RAN);
-    d.rejected = odd_counter(good.rejected);
-    d.reserved = d.row_bytes = -1;
-    CHECK(try_move(a, &d, "count 0, and all else is wrong") == RAN);
-    d = good;
-    d.src = empty_table();
-    CHECK(try_move(a, &d, "an empty table") == RAN);
 }
 
 static kvprim_store_desc good_store(arena *a)
@@ -1101,38 +1060,6 @@ static kvprim_store_desc good_store(arena *a)
     return d;
 }
 
-static void bad_stores(arena *a)
-{
-    const kvprim_store_desc good = good_store(a);
-    kvprim_store_desc d = good;
-    CHECK(try_move(a, &good, "good") == RAN);
-    BAD(k_cache.data = nullptr);
-    BAD(k.data = nullptr);
-    BAD(k_bytes = 0);
-    BAD(v_bytes = INT64_MIN);
-    BAD(v.rows = 0);
-    BAD(v_cache.rows = 7);
-    BAD(k_cache.rows = INT64_MAX);
-    BAD(k.heads = 7);
-    BAD(k_cache.heads = 2);
-    BAD(v_cache.page_rows = -4);
-    BAD(count = INT64_MAX);
-    BAD(v_cache.data = static_cast<char *>(good.k_cache.data) + 63);
-    BAD(slot_type = static_cast<kvprim_index_type>(0));
-    BAD(k_cache.bytes = 8 * 64 - 1);
-    BAD(v.bytes = 2 * 32 - 1);
-    BAD(rejected = static_cast<uint32_t *>(good.v.data));
-    d = good;
-    d.v_cache = table_of(nullptr, 0);
-    CHECK(try_move(a, &d, "an input V without a cache") == REFUSED);
-    d.v = table_of(nullptr, 0);
-    CHECK(try_move(a, &d, "the bytes of V without V") == REFUSED);
-    d.v_bytes = 0;
-    CHECK(try_move(a, &d, "K only") == RAN);
-    d = {};
-    CHECK(try_move(a, &d, "count 0") == RAN);
-}
-
 static kvprim_transfer_desc good_transfer(arena *a)
 {
     empty(a);
@@ -1145,120 +1072,6 @@ static kvprim_transfer_desc good_transfer(arena *a)
     d.index_type = KVPRIM_I32, d.count = 4;
     d.rejected = reserve_counter(a);
     return d;
-}
-
-static void bad_transfers(arena *a)
-{
-    const kvprim_transfer_desc good = good_transfer(a);
-    char *const dst = static_cast<char *>(good.dst.data), *const src = static_cast<char *>(good.src.data);
-    void *const no_layer[2] = {dst, nullptr}, *const shared[2] = {src, dst + 1900};
-    void *const stacked[2] = {dst, dst + 1024};
-    kvprim_transfer_desc d = good;
-    CHECK(try_move(a, &good, "good") == RAN);
-    BAD(dst.data = nullptr);
-    BAD(dst_layers = no_layer);
-    BAD(src_layers = shared);
-    BAD(dst_layers = stacked; d.dst_layer_stride = 1024);
-    BAD(dst_layer_stride = 1023);
-    BAD(layers = INT32_MIN);
-    BAD(row_bytes = 0);
-    BAD(row_bytes = INT64_MAX);
-    BAD(count = -1);
-    BAD(count = int64_t(1) << 62; d.layers = 4);
-    BAD(dst_index = static_cast<const char *>(good.dst_index) + 1);
-    BAD(src_index = static_cast<const char *>(good.src_index) + 2);
-    BAD(dst_index = dst + 1024 + 512);
-    BAD(src_index_stride = INT64_MAX);
-    BAD(dst_index_type = static_cast<kvprim_index_type>(3));
-    BAD(dst.rows = -1);
-    BAD(dst.stride = 127);
-    BAD(src.stride = INT64_MIN);
-    BAD(src.page_rows = -1);
-    BAD(dst.page_stride = -1);
-    BAD(dst.heads = 3);
-    BAD(src.heads = INT32_MIN);
-    BAD(src.data = dst);
-    BAD(src.data = dst + 2047);
-    BAD(dst.bytes = 2 * 8 * 128 - 1);
-    BAD(src.bytes = 2 * 16 * 128 - 1);
-    BAD(reserved = -1);
-    BAD(src.reserved = 1);
-    BAD(rejected = static_cast<uint32_t *>(good.src.data) + 1023);
-    BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.dst_index)) + 3);
-    BAD(dst_index = nullptr; d.dst.rows = 3); /* a side without an index has as many rows as are moved */
-    BAD(src_index = nullptr; d.src.rows = 3);
-    d = good;
-    d.dst.bytes = 2 * 8 * 128;
-    d.src.bytes = 2 * 16 * 128;
-    CHECK(try_move(a, &d, "tables as large as their memory") == RAN);
-    d = {};
-    CHECK(try_move(a, &d, "count 0") == RAN);
-    d = good;
-    d.src = empty_table();
-    CHECK(try_move(a, &d, "an empty table") == RAN);
-}
-#undef BAD
-
-/* ---- options that must be refused ---- */
-
-/* Without rows nothing is looked at, not even the options. One that is out of range is refused by name, and so is a
-   descriptor that is NULL. Nothing is written. */
-template <class Desc> static void bad_launches(arena *a, const Desc &good)
-{
-    static const struct {
-        int32_t pdl, max_sms;
-        int64_t reserved;
-        const char *field;
-    } cases[] = {{2, 0, 0, "pdl"},
-                 {-1, 0, 0, "pdl"},
-                 {0, -1, 0, "max_sms"},
-                 {1, INT32_MIN, 0, "max_sms"},
-                 {0, 0, 1, "launch.reserved"}};
-    const on_gpu<Desc> on(a, good);
-    const Desc none = {};
-    const std::string function = std::string("kvprim_cuda_") + functions<Desc>::name + ": ";
-    memcpy(a->got, a->expected, a->used);
-    start_visit(a);
-    before(a);
-    for (const auto &c : cases) {
-        kvprim_cuda_launch bad = launch_like(a, c.pdl, c.max_sms);
-        bad.reserved = c.reserved;
-        snprintf(current, sizeof current, "%spdl %d, max_sms %d", function.c_str(), c.pdl, c.max_sms);
-        CHECK(functions<Desc>::gpu(&none, &bad) == KVPRIM_OK);
-        CHECK_ERROR(functions<Desc>::gpu(&on.d, &bad), KVPRIM_ERROR_ARGUMENT, (function + c.field).c_str());
-    }
-    CHECK_ERROR(functions<Desc>::gpu(nullptr, a->launch), KVPRIM_ERROR_NULL, (function + "desc is NULL").c_str());
-    after(a, false);
-    compare(a);
-}
-
-static void bad_moves(arena *a)
-{
-    const kvprim_gather_desc on = on_device(a, good_gather(a));
-    kvprim_gather_desc none = on;
-    none.count = 0;
-    kvprim_move m[2];
-    CHECK(kvprim_gather_moves(&none, &m[0]) == KVPRIM_OK);
-    CHECK(kvprim_gather_moves(&on, &m[1]) == KVPRIM_OK);
-    const kvprim_cuda_launch bad = launch_like(a, 7, 0);
-    kvprim_cuda_launch reserved = launch_like(a, 0, 0);
-    reserved.reserved = 1;
-    CHECK(kvprim_cuda_move(m, 1, &bad) == KVPRIM_OK);
-    CHECK(kvprim_cuda_move(nullptr, 0, &bad) == KVPRIM_OK);
-    CHECK_ERROR(kvprim_cuda_move(m, 2, &bad), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_move: pdl");
-    CHECK_ERROR(kvprim_cuda_move(m, 2, &reserved), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_move: launch.reserved");
-    CHECK_ERROR(kvprim_cuda_move(nullptr, 1, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_move: moves is NULL");
-}
-
-static void bad_descriptors(arena *a)
-{
-    bad_gathers(a);
-    bad_stores(a);
-    bad_transfers(a);
-    bad_launches(a, good_gather(a));
-    bad_launches(a, good_store(a));
-    bad_launches(a, good_transfer(a));
-    bad_moves(a);
 }
 
 /* ---- random descriptors ---- */

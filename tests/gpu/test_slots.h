@@ -303,8 +303,6 @@ static void slots_unordered(arena *a)
     }
 }
 
-/* ---- bad descriptors ---- */
-
 static kvprim_slots_desc good_slots(arena *a, int form)
 {
     empty(a);
@@ -313,40 +311,6 @@ static kvprim_slots_desc good_slots(arena *a, int form)
     if (!d.rejected)
         d.rejected = reserve_counter(a);
     return d;
-}
-
-static void bad_slots(arena *a)
-{
-    kvprim_slots_desc d;
-    for (int form = 0; form < 2; form++) {
-        const auto refuse = [&](kvprim_status want, const char *text) {
-            CHECK(try_slots(a, &d, text) == REFUSED);
-            const kvprim_slots_desc on = on_device(a, d);
-            CHECK_ERROR(kvprim_cuda_slots(&on, a->launch), want, text);
-            d = good_slots(a, form);
-        };
-        d = good_slots(a, form);
-        CHECK(try_slots(a, &d, "good") == RAN);
-        d.pages = nullptr;
-        refuse(KVPRIM_ERROR_NULL, "kvprim_cuda_slots: pages is NULL");
-        d.slot = nullptr;
-        refuse(KVPRIM_ERROR_NULL, "slot is NULL");
-        d.count = -1;
-        refuse(KVPRIM_ERROR_SIZE, "count is -1");
-        d.pages_stride = 3;
-        refuse(KVPRIM_ERROR_SIZE, "pages_stride is 3, less than max_pages, 4");
-        d.slot = const_cast<void *>(form ? d.cu_seqlens : d.position);
-        refuse(KVPRIM_ERROR_OVERLAP, form ? "overlaps cu_seqlens" : "overlaps position");
-        d.reserved = 1;
-        refuse(KVPRIM_ERROR_ARGUMENT, "a reserved field is not 0");
-    }
-    CHECK_ERROR(kvprim_cuda_slots(nullptr, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_slots: desc is NULL");
-    const kvprim_cuda_launch bad[] = {{nullptr, 2, 0, 0}, {nullptr, 0, -1, 0}, {nullptr, 0, 0, 1}};
-    const kvprim_slots_desc none = {};
-    for (const kvprim_cuda_launch &launch : bad) {
-        CHECK(kvprim_cuda_slots(&none, &launch) == KVPRIM_OK);
-        CHECK_ERROR(kvprim_cuda_slots(&d, &launch), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_slots: ");
-    }
 }
 
 /* ---- random descriptors ---- */
