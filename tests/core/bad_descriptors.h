@@ -88,12 +88,6 @@ static inline uint32_t *counter_at(const void *block, ptrdiff_t bytes)
     return (uint32_t *)plus(block, bytes);
 }
 
-/* Sets a type to a number that it has no name for, as a C caller can. */
-static inline void set_type(kvprim_index_type *type, int number)
-{
-    memcpy(type, &number, sizeof *type);
-}
-
 /* ---- what all operations that move rows have in common ---- */
 
 /* An operation names its own fields. A store is there twice: what is wrong is in K, or in V. */
@@ -117,16 +111,16 @@ enum { n_operations = 5 };
 static void expect_operands(size_t operation, const operands *o, kvprim_status status, const char *words)
 {
     THREAD_MEMORY unsigned char k_cache[1024], k[512]; /* while V is looked at, nothing is wrong here */
-    const int type = (int)o->index_type;
+    const kvprim_index_type type = (kvprim_index_type)o->index_type;
     const int32_t reserved_index = (int32_t)o->reserved_index, *const index = (const int32_t *)o->index;
     if (operation == 0) {
         kvprim_gather_desc d = gather_of(o->dst, o->src, o->row_bytes, index, o->count);
-        set_type(&d.index_type, type), d.index_stride = o->index_stride, d.rejected = o->rejected;
+        d.index_type = type, d.index_stride = o->index_stride, d.rejected = o->rejected;
         d.reserved = o->reserved, d.reserved_index = reserved_index;
         EXPECT(gather, &d, status, words);
     } else if (operation <= 2) {
         kvprim_store_desc d = store_of(o->dst, o->src, o->row_bytes, index, o->count);
-        set_type(&d.slot_type, type), d.slot_stride = o->index_stride, d.rejected = o->rejected;
+        d.slot_type = type, d.slot_stride = o->index_stride, d.rejected = o->rejected;
         d.reserved = o->reserved, d.reserved_slot = reserved_index;
         if (operation == 2) {
             d.k_cache = table_of(k_cache, 8), d.k = table_of(k, 8), d.k_bytes = 64;
@@ -137,7 +131,7 @@ static void expect_operands(size_t operation, const operands *o, kvprim_status s
         kvprim_transfer_desc d = transfer_of(o->dst, o->src, o->row_bytes, o->count);
         *(operation == 3 ? &d.src_index : &d.dst_index) = o->index;
         *(operation == 3 ? &d.src_index_stride : &d.dst_index_stride) = o->index_stride;
-        set_type(&d.index_type, type), d.rejected = o->rejected;
+        d.index_type = type, d.rejected = o->rejected;
         d.reserved = o->reserved, d.host_index = reserved_index;
         EXPECT(transfer, &d, status, words);
     }
@@ -250,9 +244,12 @@ static void check_bad_fields(size_t operation, const operands *good)
         {O(dst.data, 0), KVPRIM_ERROR_NULL, n->dst, ".data is NULL"},
         {O(src.data, 0), KVPRIM_ERROR_NULL, n->src, ".data is NULL"},
         {O(index, AT(index + 1)), ARGUMENT, n->index, " ("},
-        {O(index_type, 7), ARGUMENT, n->index, "_type is 7"},
+        {O(index_type, 3), ARGUMENT, n->index, "_type is 3"},
         {O(index_type, 0), ARGUMENT, n->index, "_type is 0"},
+#ifndef __cplusplus /* its enumerations have no such values */
+        {O(index_type, 7), ARGUMENT, n->index, "_type is 7"},
         {O(index_type, -1), ARGUMENT, n->index, "_type is -1"},
+#endif
         {O(index_stride, -1), SIZE, n->index, "_stride is -1"},
         {O(index_stride, INT64_MAX), SIZE, n->index, "_stride is 9223372036854775807"},
         {O(index_stride, KVPRIM_MAX_INDEX_STRIDE + 1), SIZE, n->index, "_stride is 268435457"},
@@ -709,7 +706,10 @@ static void bad_slots_fields(slots_memory *m)
         BAD_SLOTS(form, d.reserved = -1, ARGUMENT, "a reserved field is not 0");
         BAD_SLOTS(form, d.pages_type = (kvprim_index_type)0, ARGUMENT, "pages_type is 0, neither KVPRIM_I32");
         BAD_SLOTS(form, d.token_type = (kvprim_index_type)3, ARGUMENT, "token_type is 3");
-        BAD_SLOTS(form, set_type(&d.slot_type, KVPRIM_INT64), ARGUMENT, "slot_type is 23");
+        BAD_SLOTS(form, d.slot_type = (kvprim_index_type)3, ARGUMENT, "slot_type is 3");
+#ifndef __cplusplus
+        BAD_SLOTS(form, d.slot_type = (kvprim_index_type)KVPRIM_INT64, ARGUMENT, "slot_type is 23");
+#endif
         BAD_SLOTS(form, d.count = -1, SIZE, "kvprim_slots: count is -1, less than 0");
         BAD_SLOTS(form, d.pages_stride = 3, SIZE, "pages_stride is 3, less than max_pages, 4");
         good.count = 0, good.pages = good.slot = NULL;

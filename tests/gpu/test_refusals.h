@@ -69,7 +69,7 @@ static void bad_options(arena *a)
     bad_launches(a, on_gpu<kvprim_transfer_desc>(a, good_transfer(a)).d);
     bad_launches(a, on_device(a, good_slots(a, 0)));
     empty(a);
-    unsigned char *const at = on_device(a, static_cast<unsigned char *>(reserve(a, 256, 0)));
+    unsigned char *const at = on_device(a, reserve<unsigned char>(a, 256, 0));
     const kvprim_fragment fragment = {0, 0, 64};
     const kvprim_copy_item item = {at, at + 64, 64};
     bad_launches(a, kvprim_unpack_desc{at, 64, at + 64, 64, &fragment, 1, 0});
