@@ -21,7 +21,8 @@ static void expect_copies(const kvprim_copy_item *items, size_t count, const uns
     }
 }
 
-/* Sources anywhere in the first half of a buffer, repeated and in any order, to places in the second half. */
+/* Sources anywhere in the first half of a buffer, repeated and in any order, to places in the second half. Every other
+   list has no zeros, and is unpacked as fragments, too. */
 static void test_copies(void)
 {
     enum { half = 60000, n = 80 };
@@ -36,7 +37,7 @@ static void test_copies(void)
         for (int i = 0; i < n; i++) {
             const size_t bytes = (size_t)below(i % 20 ? 300 : 6000);
             const unsigned char *const src = i % 7 == 3 ? items[i - 1].src : block + below(half - 6000);
-            items[i] = (kvprim_copy_item){below(5) ? src : NULL, block + at, bytes};
+            items[i] = (kvprim_copy_item){round % 2 || below(5) ? src : NULL, block + at, bytes};
             at += bytes + (size_t)(below(3) * below(2));
         }
         for (size_t i = n; i > 1; i--) {
@@ -48,6 +49,16 @@ static void test_copies(void)
         expect_copies(items, n, block, before, want);
         CHECK(at <= 2 * half && kvprim_copy(&d) == KVPRIM_OK);
         CHECK(memcmp(block, want, 2 * half) == 0);
+        if (round % 2 == 0)
+            continue;
+        kvprim_fragment f[n];
+        for (int i = 0; i < n; i++)
+            f[i] = fragment_of((uint64_t)((const unsigned char *)items[i].src - block),
+                               (uint64_t)((unsigned char *)items[i].dst - block - half), items[i].bytes);
+        const kvprim_unpack_desc u = {
+            .src = block, .src_bytes = half, .dst = block + half, .dst_bytes = half, .fragments = f, .count = n};
+        memcpy(block, before, 2 * half);
+        CHECK(kvprim_unpack(&u) == KVPRIM_OK && memcmp(block, want, 2 * half) == 0);
     }
     free(block);
     free(before);

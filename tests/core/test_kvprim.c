@@ -509,7 +509,8 @@ static const int64_t row_sizes[] = {1,  2,  3,   4,   7,   8,   12,  15,  16,  1
                                     48, 64, 100, 128, 132, 255, 256, 257, 576, 1000, 1152, 2051};
 enum { n_row_sizes = (int)LENGTH(row_sizes) };
 
-/* One side of a move. The caller sets the first line; `pointers`: layers lie in an array, the last one first. */
+/* One side of a move. The caller sets the first line; `pointers`: layers lie in an array, the last one first; 2: the
+   executing side reads it. */
 typedef struct side {
     size_t layout, align;
     int indexed, pointers;
@@ -581,8 +582,10 @@ static kvprim_status transfer_sides(const side *dst, const side *src, int64_t ro
     const index_list *const to = &dst->index, *const from = &src->index;
     kvprim_transfer_desc d = transfer_of(dst->m.t, src->m.t, row_bytes, move_count);
     d.layers = layers, d.rejected = rejected;
-    d.dst_layers = dst->pointers ? dst->layers : NULL, d.dst_layer_stride = dst->pointers ? 0 : dst->step;
-    d.src_layers = src->pointers ? src->layers : NULL, d.src_layer_stride = src->pointers ? 0 : src->step;
+    d.dst_layer_stride = dst->pointers ? 0 : dst->step, d.src_layer_stride = src->pointers ? 0 : src->step;
+    *(dst->pointers == 2 ? &d.dst_device_layers : &d.dst_layers) = dst->pointers ? dst->layers : NULL;
+    *(src->pointers == 2 ? &d.src_device_layers : &d.src_layers) = src->pointers ? src->layers : NULL;
+    d.host_index = (int32_t)below(2); /* the CPU's indices are always the host's */
     d.dst_index = dst->indexed ? &to->u : NULL, d.src_index = src->indexed ? &from->u : NULL;
     d.dst_index_base = to->base, d.dst_index_stride = to->stride;
     d.src_index_base = from->base, d.src_index_stride = from->stride;
@@ -634,8 +637,8 @@ static void test_transfer(void)
     for (size_t s = 0; s < n_row_sizes; s += 2)
         for (size_t l = 0; l < n_layouts * n_layouts; l++)
             for (int32_t layers = 0; layers <= 5; layers += 1 + (int32_t)(l % 3)) {
-                side dst = {.layout = l % n_layouts, .align = 3, .indexed = l & 1, .pointers = l >> 2 & 1};
-                side src = {.layout = l / n_layouts, .align = 8, .indexed = l >> 1 & 1, .pointers = l >> 3 & 1};
+                side dst = {.layout = l % n_layouts, .align = 3, .indexed = l & 1, .pointers = (int)((l + s) % 3)};
+                side src = {.layout = l / n_layouts, .align = 8, .indexed = l >> 1 & 1, .pointers = (int)(l / 3 % 3)};
                 one_move(transfers, row_sizes[s], layers, &dst, &src);
             }
 }
@@ -747,36 +750,6 @@ static void test_defaults(void)
 
 /* ---- unpack ---- */
 
-static void test_unpack(void)
-{
-    enum { src_bytes = 20000, dst_bytes = 24000, n = 60 };
-    unsigned char *const src = allocate(src_bytes), *const dst = allocate(dst_bytes), *const want = allocate(dst_bytes);
-    for (int round = 0; round < 200; round++) {
-        kvprim_fragment f[n];
-        uint64_t at_dst = below(16);
-        fill(src, src_bytes);
-        fill(dst, dst_bytes);
-        memcpy(want, dst, dst_bytes);
-        for (int i = 0; i < n; i++) {
-            const uint64_t bytes = below(400);
-            f[i] = (kvprim_fragment){below(src_bytes - bytes + 1), at_dst, bytes};
-            memcpy(want + at_dst, src + f[i].src_offset, bytes);
-            at_dst += bytes + below(3) * below(2);
-        }
-        const kvprim_unpack_desc d = {
-            .src = src, .src_bytes = src_bytes, .dst = dst, .dst_bytes = dst_bytes, .fragments = f, .count = n};
-        CHECK(at_dst <= dst_bytes && kvprim_unpack(&d) == KVPRIM_OK);
-        for (int i = 0; i < dst_bytes; i++)
-            if (dst[i] != want[i]) {
-                fail("byte %d: got %02x, expected %02x", i, dst[i], want[i]);
-                break;
-            }
-    }
-    free(src);
-    free(dst);
-    free(want);
-}
-
 /* The descriptor itself may lie in dst. */
 static void test_unpack_over_descriptor(void)
 {
@@ -883,31 +856,59 @@ static void test_places_of_layers(void)
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 1024 + 192, dst + 1536 + 192, 64) == 0);
 }
 
-/* Copies pages inside one cache whose layers have pointers. One source is copied twice, one index is padding. */
+/* Copies pages inside one cache whose layers have pointers, the second time those that the executing side reads. One
+   source is copied twice, one index is padding. */
 static void test_same_cache(void)
 {
     enum { rows = 12, row_bytes = 48, layer_bytes = rows * row_bytes, layers = 4 };
     static unsigned char cache[layers * layer_bytes], want[sizeof cache];
     static const int32_t to[] = {7, 2, 11, -1, 3}, from[] = {0, 0, 5, 4, 12};
     void *pointers[layers];
-    uint32_t rejected = 0;
-    fill(cache, sizeof cache);
-    memcpy(want, cache, sizeof cache);
-    for (int l = 0; l < layers; l++) {
-        pointers[l] = cache + (layers - 1 - l) * layer_bytes;
-        for (int i = 0; i < 3; i++)
-            memcpy(want + l * layer_bytes + to[i] * row_bytes, cache + l * layer_bytes + from[i] * row_bytes,
-                   row_bytes);
+    for (int device = 0; device < 2; device++) {
+        uint32_t rejected = 0;
+        fill(cache, sizeof cache);
+        memcpy(want, cache, sizeof cache);
+        for (int l = 0; l < layers; l++) {
+            pointers[l] = cache + (layers - 1 - l) * layer_bytes;
+            for (int i = 0; i < 3; i++)
+                memcpy(want + l * layer_bytes + to[i] * row_bytes, cache + l * layer_bytes + from[i] * row_bytes,
+                       row_bytes);
+        }
+        const kvprim_table table = paged_table(NULL, rows, 4, 0);
+        kvprim_transfer_desc d = transfer_of(table, table, row_bytes, 5);
+        *(device ? &d.dst_device_layers : &d.dst_layers) = pointers;
+        *(device ? &d.src_device_layers : &d.src_layers) = pointers;
+        d.layers = layers, d.dst_index = to, d.src_index = from;
+        d.rejected = &rejected, d.same_cache = 1;
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
     }
-    kvprim_transfer_desc d = transfer_of(paged_table(NULL, rows, 4, 0), paged_table(NULL, rows, 4, 0), row_bytes, 5);
-    d.dst_layers = d.src_layers = pointers, d.layers = layers;
-    d.dst_index = to, d.src_index = from;
-    d.rejected = &rejected, d.same_cache = 1;
-    CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
+}
+
+/* Arrays of layers that the side that executes reads: when it does, and nobody else. */
+static void test_device_layers(void)
+{
+    enum { rows = 4, row_bytes = 16 };
+    unsigned char to[2][rows * row_bytes], from[2][rows * row_bytes];
+    void *dst[2] = {to[0], to[1]}, *src[2] = {from[0], from[1]};
+    kvprim_transfer_desc resolved, d = transfer_of(table_of(NULL, rows), table_of(NULL, rows), row_bytes, rows);
+    kvprim_move m;
+    d.layers = 2, d.dst_device_layers = dst, d.src_device_layers = src;
+    d.dst.bytes = sizeof to[0];   /* of the memory at each pointer */
+    d.dst.data = d.src.data = &d; /* ignored */
+    fill(from, sizeof from);
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && kvprim_transfer_check(&resolved, NULL) == KVPRIM_OK);
+    CHECK(kvprim_transfer_moves(&d, &m) == KVPRIM_OK && !kvprim_side_layer(&m.dst, 1));
+    src[0] = from[1], src[1] = from[0];
+    CHECK(kvprim_cpu_move(&m, 1) == KVPRIM_OK);
+    CHECK(memcmp(to[0], from[1], sizeof to[0]) == 0 && memcmp(to[1], from[0], sizeof to[1]) == 0);
+    d.layers = 1, d.src_device_layers = src + 1, d.dst_device_layers = NULL, d.dst.data = to[0];
+    d.src.bytes = sizeof from[0];
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(to[0], from[0], sizeof to[0]) == 0);
+    d.src.bytes = 0, d.src.rows = (int64_t)1 << 8 * (sizeof(void *) - 2); /* nobody knows where they lie */
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
 }
 
 #include "test_convert.h"
-#include "test_tables.h"
 
 /* ---- what a table says its memory has ---- */
 
@@ -1563,20 +1564,19 @@ int main(int argc, char **argv)
     run("store: K and V interleaved", test_store_interleaved);
     run("store: K and V rows that overlap, and that do not", test_k_beside_v);
     run("transfer: places of layers", test_places_of_layers);
-    run("transfer: layers that the executing side reads", test_tables);
+    run("transfer: layers that the executing side reads", test_device_layers);
     run("transfer: 65,536 layers in any order", test_many_layers);
     run("transfer: a layer that is written twice", test_repeated_layers);
     run("transfer: a side without rows", test_empty_side);
     run_slots();
     run_conversions();
-    run("unpack", test_unpack);
     run("unpack: over its descriptor", test_unpack_over_descriptor);
     run("unpack: inside one buffer", test_unpack_in_place);
     run("unpack_meta", test_metas);
     run("unpack_meta: counts", test_meta_limits);
     run("unpack_meta: a source that overlaps its destination", test_meta_overlap);
     run("unpack_meta: no buffers", test_meta_without_buffers);
-    run("copy", test_copies);
+    run("copy, unpack", test_copies);
     run("copy: sizes x alignments", test_copies_aligned);
     run("copy: over its descriptor", test_copies_over_descriptor);
     run("copy: what is no error", test_good_copies);
