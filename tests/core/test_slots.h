@@ -5,6 +5,16 @@
 
 #include "slots_oracle.h"
 
+/* All numbers are of one type. Which tokens there are, and their slots, is still to be said. */
+static kvprim_slots_desc slots_of(kvprim_index_type type, const void *pages, int64_t requests, int64_t max_pages,
+                                  int64_t page_rows, int64_t rows, int64_t count)
+{
+    kvprim_slots_desc d = {.pages = pages, .requests = requests, .max_pages = max_pages, .page_rows = page_rows};
+    d.pages_type = d.token_type = d.slot_type = type;
+    d.rows = rows, d.count = count;
+    return d;
+}
+
 /* Runs it, and compares. What lies around the slots must stay as it is. */
 static void check_slots(kvprim_slots_desc d, const char *what)
 {
@@ -85,15 +95,9 @@ struct slots_shape {
 /* form 0: pairs; 1: counts; 2: counts and starts. */
 static void random_slots(const struct slots_shape *s, int form, unsigned types, uint64_t wild)
 {
-    kvprim_slots_desc d = {.pages_type = index_type_of(types),
-                           .token_type = index_type_of(types >> 1),
-                           .slot_type = index_type_of(types >> 2),
-                           .requests = s->requests,
-                           .max_pages = s->max_pages,
-                           .pages_stride = s->gap ? s->max_pages + s->gap : 0,
-                           .page_rows = s->page_rows,
-                           .rows = s->rows,
-                           .count = s->count};
+    kvprim_slots_desc d = slots_of(KVPRIM_I32, NULL, s->requests, s->max_pages, s->page_rows, s->rows, s->count);
+    d.pages_type = index_type_of(types), d.token_type = index_type_of(types >> 1);
+    d.slot_type = index_type_of(types >> 2), d.pages_stride = s->gap ? s->max_pages + s->gap : 0;
     const int64_t stride = s->max_pages + s->gap, positions = s->max_pages * s->page_rows;
     const int64_t pages_count = s->rows / s->page_rows ? s->rows / s->page_rows : 1;
     void *const pages = allocate((size_t)(s->requests * stride) * 8), *const a = allocate((size_t)(s->count + 1) * 8);
@@ -128,19 +132,9 @@ static void test_slots_by_hand(void)
     const int32_t want[] = {20, 23, 8, 11, 28, -1, -1, -1, -1, -1, -1};
     int32_t slot[11];
     uint32_t rejected = 0;
-    kvprim_slots_desc d = {.pages = pages,
-                           .pages_type = KVPRIM_I32,
-                           .requests = 2,
-                           .max_pages = 2,
-                           .page_rows = 4,
-                           .rows = 31,
-                           .request = request,
-                           .position = position,
-                           .token_type = KVPRIM_I64,
-                           .slot = slot,
-                           .slot_type = KVPRIM_I32,
-                           .count = 11,
-                           .rejected = &rejected};
+    kvprim_slots_desc d = slots_of(KVPRIM_I32, pages, 2, 2, 4, 31, 11);
+    d.request = request, d.position = position, d.token_type = KVPRIM_I64;
+    d.slot = slot, d.rejected = &rejected;
     CHECK(kvprim_slots(&d) == KVPRIM_OK && memcmp(slot, want, sizeof want) == 0);
     CHECK(rejected == 3); /* row 31 of the cache, request 2, position 8 */
 
@@ -206,17 +200,8 @@ static void test_slots_limits(void)
             for (size_t z = 0; z < LENGTH(numbers); z++) {
                 const int64_t page_rows = numbers[z] > 0 ? numbers[z] : 1;
                 pages[2] = most / page_rows;
-                kvprim_slots_desc d = {.pages = pages,
-                                       .pages_type = KVPRIM_I64,
-                                       .requests = 2,
-                                       .max_pages = 2,
-                                       .page_rows = page_rows,
-                                       .rows = y % 2 ? most : most - 5,
-                                       .request = request,
-                                       .position = position,
-                                       .token_type = KVPRIM_I64,
-                                       .slot_type = KVPRIM_I64,
-                                       .count = 8};
+                kvprim_slots_desc d = slots_of(KVPRIM_I64, pages, 2, 2, page_rows, y % 2 ? most : most - 5, 8);
+                d.request = request, d.position = position;
                 for (int i = 0; i < 8; i++) {
                     request[i] = i % 4 == 3 ? numbers[x] : i % 2;
                     position[i] = i < 4 ? numbers[y] : (int64_t)((uint64_t)page_rows * 2 - (uint64_t)i / 2 + 2);
@@ -227,17 +212,8 @@ static void test_slots_limits(void)
                 d.request = d.position = NULL, d.cu_seqlens = cu, d.starts = starts;
                 check_slots(d, "slots: limits, counts");
             }
-    kvprim_slots_desc one = {.pages = pages,
-                             .pages_type = KVPRIM_I64,
-                             .requests = 1,
-                             .max_pages = 4,
-                             .pages_stride = most,
-                             .page_rows = most,
-                             .rows = most,
-                             .cu_seqlens = cu,
-                             .token_type = KVPRIM_I64,
-                             .slot_type = KVPRIM_I64,
-                             .count = 8};
+    kvprim_slots_desc one = slots_of(KVPRIM_I64, pages, 1, 4, most, most, 8);
+    one.pages_stride = most, one.cu_seqlens = cu;
     check_slots(one, "slots: a stride that nothing takes");
 }
 
@@ -252,29 +228,10 @@ static void test_slots_then_store(void)
     for (int32_t r = 0; r <= requests; r++)
         cu[r] = r * tokens / requests;
     fill(input, sizeof input);
-    const kvprim_slots_desc d = {.pages = pages,
-                                 .pages_type = KVPRIM_I32,
-                                 .requests = requests,
-                                 .max_pages = pages_each,
-                                 .page_rows = in_page,
-                                 .rows = rows,
-                                 .cu_seqlens = cu,
-                                 .token_type = KVPRIM_I32,
-                                 .slot = slot,
-                                 .slot_type = KVPRIM_I32,
-                                 .count = tokens};
-    const kvprim_store_desc store = {.k_cache = table_of(cache, rows),
-                                     .k = table_of(input, tokens),
-                                     .k_bytes = row,
-                                     .slot = slot,
-                                     .slot_type = KVPRIM_I32,
-                                     .count = tokens};
-    const kvprim_gather_desc gather = {.dst = table_of(output, tokens),
-                                       .src = table_of(cache, rows),
-                                       .row_bytes = row,
-                                       .index = slot,
-                                       .index_type = KVPRIM_I32,
-                                       .count = tokens};
+    kvprim_slots_desc d = slots_of(KVPRIM_I32, pages, requests, pages_each, in_page, rows, tokens);
+    d.cu_seqlens = cu, d.slot = slot;
+    const kvprim_store_desc store = store_of(table_of(cache, rows), table_of(input, tokens), row, slot, tokens);
+    const kvprim_gather_desc gather = gather_of(table_of(output, tokens), table_of(cache, rows), row, slot, tokens);
     CHECK(kvprim_slots(&d) == KVPRIM_OK);
     CHECK(kvprim_store(&store) == KVPRIM_OK && kvprim_gather(&gather) == KVPRIM_OK);
     CHECK(memcmp(input, output, sizeof input) == 0);

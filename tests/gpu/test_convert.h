@@ -561,6 +561,23 @@ static void convert_matrix(arena *a)
             }
 }
 
+/* Row i to row i. */
+static int32_t *place_identity(arena *a, int64_t count)
+{
+    int32_t *const slot = reserve<int32_t>(a, size_t(count) * 4, 0);
+    a->index_room = count;
+    for (int32_t i = 0; i < count; i++)
+        slot[i] = i;
+    return slot;
+}
+
+/* Both sides say their formats in full. */
+static void give_formats(convert_call *call)
+{
+    call->dst.given = call->dst.full, call->src.given = call->src.full;
+    call->dst.table.format = &call->dst.given, call->src.table.format = &call->src.given;
+}
+
 /* ---- every input ---- */
 
 static const uint32_t every_scale[] = {0x3f800000, 0x00800000, 0x7f000000, 0x1f800000, 0x5f800000, 0x1f7fffff,
@@ -598,12 +615,8 @@ static void one_every_input(arena *a, kvprim_dtype to, kvprim_dtype from, uint32
     }
     if (to == KVPRIM_INT8)
         call.dst.full.nans = reserve_counter(a);
-    call.dst.given = call.dst.full, call.src.given = call.src.full;
-    call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
-    int32_t *const slot = reserve<int32_t>(a, size_t(count) * 4, 0);
-    a->index_room = count;
-    for (int32_t i = 0; i < count; i++)
-        slot[i] = i;
+    give_formats(&call);
+    const int32_t *const slot = place_identity(a, count);
     snprintf(what, sizeof what, "every input, %d <- %d, scale %08x, inverse %d, odd %zu", to, from, scale, inverse,
              odd);
     const kvprim_store_desc d =
@@ -645,28 +658,20 @@ static void run_convert_moves(arena *a, unsigned n)
         make_convert(a, &c, &calls[k]);
     }
     a->taken.assign(a->used, 0);
-    for (unsigned k = 0; k < 1 + n % most; k++) {
-        convert_call *const call = &calls[k];
-        formats[k].reset(new device_formats(a, call));
-        if (call->gather.count) {
-            kvprim_gather_desc d = call->gather, resolved;
-            good =
-                good && kvprim_gather_check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call);
-            good = good && kvprim_gather_moves(&d, &host[moves]) == KVPRIM_OK;
-            d = on_device(a, d);
-            formats[k]->point(&d);
-            good = good && kvprim_gather_moves(&d, &on[moves]) == KVPRIM_OK;
-            moves++;
-        } else {
-            kvprim_store_desc d = call->store, resolved;
-            good = good && kvprim_store_check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call);
-            good = good && kvprim_store_moves(&d, &host[moves]) == KVPRIM_OK;
-            d = on_device(a, d);
-            formats[k]->point(&d);
-            good = good && kvprim_store_moves(&d, &on[moves]) == KVPRIM_OK;
-            moves += 2;
-        }
-    }
+    const auto add = [&](auto d, const convert_call *call, size_t parts) {
+        auto resolved = d, device = on_device(a, d);
+        typedef functions<decltype(d)> function;
+        formats[call - calls].reset(new device_formats(a, call));
+        formats[call - calls]->point(&device);
+        good = good && function::check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call) &&
+               function::moves(&d, &host[moves]) == KVPRIM_OK && function::moves(&device, &on[moves]) == KVPRIM_OK;
+        moves += parts;
+    };
+    for (unsigned k = 0; k < 1 + n % most; k++)
+        if (calls[k].gather.count)
+            add(calls[k].gather, &calls[k], 1);
+        else
+            add(calls[k].store, &calls[k], 2); /* it writes two moves */
     snprintf(current, sizeof current, "%zu moves, some convert, case %u", moves, n);
     if (!good)
         fail("%s: %s", current, kvprim_last_error());
@@ -730,21 +735,23 @@ static void run_preset(arena *a, const preset_case *c, bool store)
              store ? "store" : "gather", print_i64(c->count), print_i64(c->rows), print_i64(c->page_rows));
     start_visit(a);
     a->allowed.push_back({0, a->used});
+    const auto run_call = [a](const auto &d, const auto &e) {
+        typedef functions<typename std::decay<decltype(d)>::type> function;
+        CHECK(run_both(
+                  a, KVPRIM_OK, "-", true, [&] { return function::host(&d); },
+                  [&] { return function::gpu(&e, a->launch); }) == RAN);
+    };
     if (store) {
         kvprim_store_desc d = store_of(host.k_cache, k, elements * 2, slot, KVPRIM_I64, c->count, nullptr);
         d.v_cache = host.v_cache, d.v = v, d.v_bytes = v_bytes;
         kvprim_store_desc e = on_device(a, d);
         e.k_cache = on.k_cache, e.v_cache = on.v_cache;
-        CHECK(run_both(
-                  a, KVPRIM_OK, "-", true, [&] { return kvprim_store(&d); },
-                  [&] { return kvprim_cuda_store(&e, a->launch); }) == RAN);
+        run_call(d, e);
     } else {
         const kvprim_gather_desc d = gather_of(k, host.k_cache, elements, slot, KVPRIM_I64, 0, c->count, nullptr);
         kvprim_gather_desc e = on_device(a, d);
         e.src = on.k_cache;
-        CHECK(run_both(
-                  a, KVPRIM_OK, "-", true, [&] { return kvprim_gather(&d); },
-                  [&] { return kvprim_cuda_gather(&e, a->launch); }) == RAN);
+        run_call(d, e);
     }
 }
 
@@ -776,9 +783,8 @@ static void convert_heads_apart(arena *a)
         apart->table.stride = round_up(heads * apart->table.head_stride, 64);
         apart->table.data = reserve(a, size_t(count * apart->table.stride), 0);
         fill_elements(apart->table.data, apart->given.dtype, size_t(count * apart->table.stride / size));
-        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
-        kvprim_transfer_desc d = {};
-        d.dst = call.dst.table, d.src = call.src.table, d.row_bytes = call.src.row_bytes, d.count = count;
+        give_formats(&call);
+        const kvprim_transfer_desc d = transfer_of(call.dst.table, call.src.table, call.src.row_bytes, count);
         CHECK(try_convert(a, &d, &call, "heads apart") == RAN);
     }
 }
@@ -807,13 +813,10 @@ static void convert_edges(arena *a)
             f->scales = reserve(a, size_t(count * tiles * step - step + 4), 0);
         reserve(a, behind, 0);
         call.dst.table = table_of(reserve(a, size_t(count * stride), 0), count, stride);
-        call.dst.row_bytes = elements, call.dst.given = *f;
+        call.dst.row_bytes = elements;
         reserve(a, behind, 0);
-        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
-        int32_t *const slot = reserve<int32_t>(a, size_t(count) * 4, 0);
-        a->index_room = count;
-        for (int32_t i = 0; i < count; i++)
-            slot[i] = i;
+        give_formats(&call);
+        const int32_t *const slot = place_identity(a, count);
         kvprim_store_desc d =
             store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, count, nullptr);
         if (kind == V_APART) {
@@ -901,8 +904,7 @@ static void convert_claimed(arena *a)
             call.dst.full.scale_offset = elements, call.dst.full.scale_tile_stride = 4;
             call.dst.full.scale_stride = call.dst.table.stride;
         }
-        call.dst.given = call.dst.full;
-        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
+        give_formats(&call);
         const kvprim_store_desc d =
             store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I64, count, nullptr);
         CHECK(try_convert(a, &d, &call, "claimed rows") == RAN);

@@ -4,8 +4,6 @@
 #ifndef TEST_REFUSALS_H
 #define TEST_REFUSALS_H
 
-#include "../core/bad_descriptors.h"
-
 /* Calls the code under test, which must refuse by its own name, and enqueue nothing. */
 template <class Desc>
 static void expect_refusal(int line, const Desc *d, const kvprim_cuda_launch *launch, kvprim_status status,

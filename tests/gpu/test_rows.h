@@ -5,7 +5,7 @@
 #ifndef TEST_ROWS_H
 #define TEST_ROWS_H
 
-#include "../harness.h"
+#include "../core/bad_descriptors.h"
 #include <string>
 #include <utility>
 #include <vector>

@@ -275,6 +275,19 @@ static void add_transfer(arena *a, together *t, unsigned n, int64_t count, int64
                            bases->data() + most_layers));
 }
 
+/* Runs the moves, after what `current` names. Everything that they may touch is visited. */
+static void run_now(arena *a, const together *t)
+{
+    run_both(
+        a, KVPRIM_OK, "-", true,
+        [&] {
+            for (const std::function<kvprim_status()> &call : t->one_by_one)
+                CHECK(call() == KVPRIM_OK);
+            return KVPRIM_OK;
+        },
+        [&] { return kvprim_cuda_move(t->moves.data(), t->moves.size(), a->launch); });
+}
+
 /* Runs the moves twice. In between all of the memory changes, including the indices. */
 static void run_together(arena *a, const together *t, const char *what)
 {
@@ -284,14 +297,7 @@ static void run_together(arena *a, const together *t, const char *what)
         snprintf(current, sizeof current, "%zu moves at once, run %d: %s", t->moves.size(), round, what);
         start_visit(a);
         CHECK(visit_moves(a, t->rows));
-        run_both(
-            a, KVPRIM_OK, "-", true,
-            [&] {
-                for (const std::function<kvprim_status()> &call : t->one_by_one)
-                    CHECK(call() == KVPRIM_OK);
-                return KVPRIM_OK;
-            },
-            [&] { return kvprim_cuda_move(t->moves.data(), t->moves.size(), a->launch); });
+        run_now(a, t);
     }
 }
 
@@ -542,14 +548,7 @@ static void listed_moves(arena *a)
             CHECK(visit_moves(a, t.rows));
             for (const std::shared_ptr<listed_transfer> &l : listed)
                 l->visit_tables(a);
-            run_both(
-                a, KVPRIM_OK, "-", true,
-                [&] {
-                    for (const std::function<kvprim_status()> &call : t.one_by_one)
-                        CHECK(call() == KVPRIM_OK);
-                    return KVPRIM_OK;
-                },
-                [&] { return kvprim_cuda_move(t.moves.data(), t.moves.size(), a->launch); });
+            run_now(a, &t);
             refill(a);
             for (unsigned k = 0; k < kinds; k++) { /* other layers, in the same memory */
                 std::swap(layers[2 * k * most_layers], layers[2 * k * most_layers + 3]);
