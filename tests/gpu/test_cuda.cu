@@ -538,9 +538,8 @@ static void test_many_rows()
     const int64_t rows = int64_t(count);
     const kvprim_gather_desc d =
         gather_of(table_of(dst, rows), table_of(src.p, many_rows), 1, index, KVPRIM_I32, 0, rows, rejected.p);
-    kvprim_transfer_desc t = {};
-    t.dst = d.dst, t.src = d.src, t.row_bytes = 1, t.src_index = index, t.index_type = KVPRIM_I32;
-    t.count = rows, t.rejected = rejected.p;
+    kvprim_transfer_desc t = transfer_of(d.dst, d.src, 1, rows);
+    t.src_index = index, t.rejected = rejected.p;
     for (uint64_t moves = 1; moves <= 2; moves++) {
         if ((moves == 1 ? kvprim_cuda_gather(&d, nullptr) : kvprim_cuda_transfer(&t, nullptr)) != KVPRIM_OK)
             fail("%s", kvprim_last_error());
@@ -589,10 +588,9 @@ static void test_many_slots()
     CUDA(cudaMemset(cache, 0xa5, count + 4096));
     fill_store<<<2048, 256>>>(slot, input, count);
     CUDA(cudaGetLastError());
-    kvprim_store_desc d = {};
-    d.k_cache.data = cache, d.k.data = input;
-    d.k_cache.rows = d.k.rows = d.count = int64_t(count);
-    d.k_bytes = 1, d.slot = slot, d.slot_type = KVPRIM_I32, d.slot_base = INT32_MIN;
+    const int64_t rows = int64_t(count);
+    kvprim_store_desc d = store_of(table_of(cache, rows), table_of(input, rows), 1, slot, rows);
+    d.slot_base = INT32_MIN;
     if (kvprim_cuda_store(&d, nullptr) != KVPRIM_OK)
         fail("%s", kvprim_last_error());
     check_store<<<2048, 256>>>(cache, count, wrong.p);
@@ -695,22 +693,14 @@ static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, in
     for (int k = 0; k < 4; k++)
         cache[k] = place(&memory, k == 3 ? last : &layouts[0], rows, row_bytes, 0);
     for (int i = 0; i < depth; i++) {
-        kvprim_store_desc store = {};
-        store.k_cache = cache[i % 2 * 2];
-        store.v_cache = cache[i % 2 * 2 + 1];
-        store.k = store.v = x;
-        store.k_bytes = store.v_bytes = row_bytes;
-        store.slot_type = type_of(unsigned(i));
-        store.slot = place_index(&memory, store.slot_type, count, 0, rows, true);
-        store.count = count;
-        store.rejected = reserve_counter(&memory);
-        kvprim_gather_desc gather = {};
-        gather.dst = x = place(&memory, &layouts[0], count, row_bytes, 0);
-        gather.src = store.v_cache;
-        gather.row_bytes = row_bytes;
-        gather.index = place_index(&memory, KVPRIM_I32, count, 0, rows, false);
-        gather.index_type = KVPRIM_I32;
-        gather.count = count;
+        const kvprim_index_type type = type_of(unsigned(i));
+        void *const slot = place_index(&memory, type, count, 0, rows, true);
+        kvprim_store_desc store = store_of(cache[i % 2 * 2], x, row_bytes, slot, type, count, reserve_counter(&memory));
+        add_v(&store, cache[i % 2 * 2 + 1], x, row_bytes);
+        x = place(&memory, &layouts[0], count, row_bytes, 0);
+        const kvprim_gather_desc gather =
+            gather_of(x, store.v_cache, row_bytes, place_index(&memory, KVPRIM_I32, count, 0, rows, false), KVPRIM_I32,
+                      0, count, nullptr);
         name_table("gathered", gather.dst, row_bytes);
         name_table("k_cache", store.k_cache, row_bytes);
         name_table("v_cache", store.v_cache, row_bytes);
@@ -810,13 +800,9 @@ static void one_transfer_graph(int32_t layers, int64_t row_bytes)
     kvprim_transfer_desc out = {};
     out.src = place_layers(&memory, {8, 0}, rows, row_bytes, layers, true, cache.data(), &out.src_layer_stride);
     out.dst = place_layers(&memory, {0, 0}, rows, row_bytes, layers, true, store.data(), &out.dst_layer_stride);
-    out.src_layers = cache.data();
-    out.dst_layers = store.data();
-    out.layers = layers;
-    out.row_bytes = row_bytes;
-    out.src_index = place_index(&memory, KVPRIM_I32, count, 0, rows, true);
-    out.index_type = KVPRIM_I32;
-    out.count = count;
+    out.src_layers = cache.data(), out.dst_layers = store.data(), out.layers = layers;
+    out.row_bytes = row_bytes, out.count = count;
+    out.src_index = place_index(&memory, KVPRIM_I32, count, 0, rows, true), out.index_type = KVPRIM_I32;
     out.rejected = reserve_counter(&memory);
     kvprim_transfer_desc back = out;
     std::swap(back.dst, back.src);
@@ -1016,10 +1002,9 @@ static kvprim_status call_gather(const kvprim_cuda_launch *launch)
 
 static kvprim_status call_transfer(const kvprim_cuda_launch *launch)
 {
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(memory.device, 100);
-    d.src = table_of(memory.device + (16 << 20), 100);
-    d.layers = 64, d.row_bytes = 2048, d.count = 100;
+    kvprim_transfer_desc d =
+        transfer_of(table_of(memory.device, 100), table_of(memory.device + (16 << 20), 100), 2048, 100);
+    d.layers = 64;
     return kvprim_cuda_transfer(&d, launch);
 }
 

@@ -194,10 +194,9 @@ static void test_kernels()
 static kvprim_transfer_desc plain_transfer(unsigned char *dst, const unsigned char *src, int64_t row_bytes,
                                            int64_t count, int32_t layers, int64_t gap)
 {
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(dst, count, row_bytes + gap);
-    d.src = table_of(const_cast<unsigned char *>(src), count, row_bytes);
-    d.row_bytes = row_bytes, d.count = count, d.layers = layers;
+    kvprim_transfer_desc d = transfer_of(table_of(dst, count, row_bytes + gap),
+                                         table_of(const_cast<unsigned char *>(src), count), row_bytes, count);
+    d.layers = layers;
     return d;
 }
 
@@ -288,10 +287,9 @@ static void link_pairs()
     for (auto *const to : {want, got}) {
         kvprim_move moves[2];
         for (int k = 0; k < 2; k++) {
-            kvprim_transfer_desc d = {};
-            d.dst = table_of(to[k], count, layers * row_bytes), d.src = table_of(src[k], 1, row_bytes);
-            d.dst_layer_stride = row_bytes, d.layers = layers, d.row_bytes = row_bytes, d.count = count;
-            d.src_index = index, d.index_type = KVPRIM_I32;
+            kvprim_transfer_desc d =
+                transfer_of(table_of(to[k], count, layers * row_bytes), table_of(src[k], 1), row_bytes, count);
+            d.dst_layer_stride = row_bytes, d.layers = layers, d.src_index = index;
             CHECK(kvprim_transfer_moves(&d, &moves[k]) == KVPRIM_OK);
         }
         CHECK((to == want ? kvprim_cpu_move(moves, 2) : kvprim_cuda_move(moves, 2, nullptr)) == KVPRIM_OK);
@@ -345,10 +343,7 @@ static void test_launches_of_layers()
 {
     for (const int32_t layers : {1, 128, 231, 232, 433}) {
         std::vector<unsigned char> dst(433), src(433);
-        kvprim_transfer_desc d = {};
-        d.dst = table_of(dst.data(), 1);
-        d.src = table_of(src.data(), 1);
-        d.row_bytes = d.count = 1;
+        kvprim_transfer_desc d = transfer_of(table_of(dst.data(), 1), table_of(src.data(), 1), 1, 1);
         d.layers = layers;
         fill(src.data(), src.size());
         const unsigned before_it = kvprim_emulate_launches;
@@ -383,10 +378,9 @@ static void one_listed_launch(const listed_launches &c)
         to[l] = &dst[l * count], from[l] = &src[l * step];
     for (size_t i = 0; i < count; i++)
         index[i] = int32_t(i + (i == count - 1));
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(dst.data(), c.count), d.src = table_of(src.data(), c.count);
-    d.layers = c.layers, d.row_bytes = 1, d.count = c.count, d.rejected = &rejected;
-    d.src_index = index.data(), d.index_type = KVPRIM_I32, d.host_index = c.how & HOST_LISTS ? 1 : 0;
+    kvprim_transfer_desc d = transfer_of(table_of(dst.data(), c.count), table_of(src.data(), c.count), 1, c.count);
+    d.layers = c.layers, d.rejected = &rejected;
+    d.src_index = index.data(), d.host_index = c.how & HOST_LISTS ? 1 : 0;
     d.dst_device_layers = c.how & DST_TABLE ? to.data() : nullptr;
     d.src_device_layers = c.how & SRC_TABLE ? from.data() : nullptr;
     d.dst_layers = c.arrays & 1 ? to.data() : nullptr;
@@ -461,13 +455,10 @@ static void test_launches_of_moves()
     for (size_t n = 1; n <= 5; n++)
         for (int kind = 0; kind < 4; kind++) {
             for (size_t k = 0; k < n; k++) {
-                kvprim_transfer_desc d = {};
-                d.dst = table_of(bytes + 256 * k, 4);
-                d.src = table_of(bytes + 2048 + 256 * k, 4);
-                d.row_bytes = kind % 2 ? int64_t(16 + 16 * k) : 16;
-                d.count = 4;
+                kvprim_transfer_desc d = transfer_of(table_of(bytes + 256 * k, 4), table_of(bytes + 2048 + 256 * k, 4),
+                                                     kind % 2 ? int64_t(16 + 16 * k) : 16, 4);
                 if (kind < 2)
-                    d.dst_index = d.src_index = index, d.index_type = KVPRIM_I32;
+                    d.dst_index = d.src_index = index;
                 CHECK(kvprim_transfer_moves(&d, &m[k]) == KVPRIM_OK);
             }
             const unsigned first = kvprim_emulate_launches;
@@ -534,8 +525,7 @@ static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int6
     const kvprim_gather_desc gather =
         gather_of(table_of(dst[1], 2), table_of(src[1], 2), row_bytes, index, type, 0, 2, nullptr);
     kvprim_store_desc store = store_of(to, from, row_bytes, index, type, 2, nullptr);
-    kvprim_transfer_desc transfer = {};
-    transfer.dst = to, transfer.src = from, transfer.row_bytes = row_bytes, transfer.count = 1;
+    const kvprim_transfer_desc transfer = transfer_of(to, from, row_bytes, 1);
     kvprim_move moves[2];
     CHECK(kvprim_gather_moves(&gather, &moves[0]) == KVPRIM_OK);
     CHECK(kvprim_transfer_moves(&transfer, &moves[1]) == KVPRIM_OK);
@@ -1527,11 +1517,8 @@ static void test_long_moves()
     for (void *&layer : same)
         layer = row;
     for (int64_t n = 0; n < moves; dst += uint64_t(++n) * each) {
-        kvprim_transfer_desc d = {};
-        d.dst = table_of(dst, count), d.src = table_of(nullptr, 1);
-        d.src_layers = same, d.layers = layers;
-        d.row_bytes = n + 1;
-        d.src_index = index.p, d.index_type = KVPRIM_I32, d.count = count;
+        kvprim_transfer_desc d = transfer_of(table_of(dst, count), table_of(nullptr, 1), n + 1, count);
+        d.src_layers = same, d.layers = layers, d.src_index = index.p;
         CHECK(kvprim_transfer_moves(&d, &all[n]) == KVPRIM_OK);
     }
     kvprim_emulate_last_only = true;
@@ -1555,10 +1542,8 @@ static void test_long_lists()
     if (!table.p || !zeros.p)
         return;
     fill(input, sizeof input);
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(table.p, rows), d.src = table_of(input, 7);
-    d.row_bytes = 1, d.count = 7, d.rejected = &rejected;
-    d.dst_index = index, d.index_type = KVPRIM_I64, d.host_index = 1;
+    kvprim_transfer_desc d = transfer_of(table_of(table.p, rows), table_of(input, 7), 1, 7);
+    d.dst_index = index, d.index_type = KVPRIM_I64, d.host_index = 1, d.rejected = &rejected;
     CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK && rejected == 2);
     for (int i = 0; i < 3; i++)
         CHECK(table.p[index[i]] == input[i]);

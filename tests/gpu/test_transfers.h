@@ -147,13 +147,10 @@ static void transfer_heads_apart(arena *a)
 {
     for (int side = 0; side < 2; side++) {
         empty(a);
-        kvprim_transfer_desc d = {};
-        d.dst = table_of(reserve(a, 4096, 0), 8, 64);
-        d.src = table_of(reserve(a, 4096, 0), 8, 64);
-        (side ? d.src : d.dst).heads = 2;
-        (side ? d.src : d.dst).head_stride = 1024;
-        d.row_bytes = 64;
-        d.count = 8;
+        const kvprim_table to = table_of(reserve(a, 4096, 0), 8, 64), from = table_of(reserve(a, 4096, 0), 8, 64);
+        kvprim_transfer_desc d = transfer_of(to, from, 64, 8);
+        kvprim_table *const apart = side ? &d.src : &d.dst;
+        apart->heads = 2, apart->head_stride = 1024;
         CHECK(try_transfer(a, &d, side ? "heads of src lie apart" : "heads of dst lie apart") == RAN);
     }
 }
@@ -208,11 +205,8 @@ static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const pla
         set_index(to, type, i, chance(9) ? -1 - i : order[size_t(i)]);
         set_index(from, type, i, chance(9) ? rows + i : order[size_t(count + (i > 2 && chance(4) ? 1 : i))]);
     }
-    d.row_bytes = row_bytes;
-    d.dst_index = to;
-    d.src_index = from;
-    d.index_type = type;
-    d.count = count;
+    d.row_bytes = row_bytes, d.count = count;
+    d.dst_index = to, d.src_index = from, d.index_type = type;
     d.rejected = reserve_counter(a);
     CHECK(try_move(a, &d, "one cache, and it is not said") == REFUSED);
     d.same_cache = 1;
@@ -564,14 +558,10 @@ static void listed_moves(arena *a)
 /* Like large_store_and_gather, except that a row without a source stays as it is. */
 static void large_transfers(const large_move *m, int64_t row_bytes)
 {
-    kvprim_transfer_desc in = {}, out = {};
-    in.dst = out.src = table_of(m->table, large_rows);
-    in.src = table_of(m->input, large_count);
-    out.dst = table_of(m->output, large_count);
-    in.dst_index = out.src_index = m->slots;
-    in.index_type = out.index_type = KVPRIM_I64;
-    in.row_bytes = out.row_bytes = row_bytes;
-    in.count = out.count = large_count;
+    const kvprim_table table = table_of(m->table, large_rows);
+    kvprim_transfer_desc in = transfer_of(table, table_of(m->input, large_count), row_bytes, large_count);
+    kvprim_transfer_desc out = transfer_of(table_of(m->output, large_count), table, row_bytes, large_count);
+    in.dst_index = out.src_index = m->slots, in.index_type = out.index_type = KVPRIM_I64;
     in.rejected = out.rejected = m->rejected;
     if (kvprim_cuda_transfer(&in, nullptr) != KVPRIM_OK || kvprim_cuda_transfer(&out, nullptr) != KVPRIM_OK)
         fail("%s", kvprim_last_error());
