@@ -496,7 +496,7 @@ engine_built()
 programs()
 {
     if [ -z "$NVCC" ]; then
-        skip_tests tests/gpu/test_cuda.cu 'no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        skip_tests tests/gpu/test_list.h 'no nvcc (on PATH, under CUDA_HOME or in the usual places)'
         skip_tests tests/build/test_nvtx.c 'no nvcc'
         return
     fi

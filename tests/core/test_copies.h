@@ -21,7 +21,8 @@ static void expect_copies(const kvprim_copy_item *items, size_t count, const uns
     }
 }
 
-/* Sources anywhere in the first half of a buffer, repeated and in any order, to places in the second half. */
+/* Sources anywhere in the first half of a buffer, repeated and in any order, to places in the second half. Every other
+   list has no zeros, and is unpacked as fragments, too. */
 static void test_copies(void)
 {
     enum { half = 60000, n = 80 };
@@ -36,7 +37,7 @@ static void test_copies(void)
         for (int i = 0; i < n; i++) {
             const size_t bytes = (size_t)below(i % 20 ? 300 : 6000);
             const unsigned char *const src = i % 7 == 3 ? items[i - 1].src : block + below(half - 6000);
-            items[i] = (kvprim_copy_item){below(5) ? src : NULL, block + at, bytes};
+            items[i] = (kvprim_copy_item){round % 2 || below(5) ? src : NULL, block + at, bytes};
             at += bytes + (size_t)(below(3) * below(2));
         }
         for (size_t i = n; i > 1; i--) {
@@ -48,6 +49,16 @@ static void test_copies(void)
         expect_copies(items, n, block, before, want);
         CHECK(at <= 2 * half && kvprim_copy(&d) == KVPRIM_OK);
         CHECK(memcmp(block, want, 2 * half) == 0);
+        if (round % 2 == 0)
+            continue;
+        kvprim_fragment f[n];
+        for (int i = 0; i < n; i++)
+            f[i] = fragment_of((uint64_t)((const unsigned char *)items[i].src - block),
+                               (uint64_t)((unsigned char *)items[i].dst - block - half), items[i].bytes);
+        const kvprim_unpack_desc u = {
+            .src = block, .src_bytes = half, .dst = block + half, .dst_bytes = half, .fragments = f, .count = n};
+        memcpy(block, before, 2 * half);
+        CHECK(kvprim_unpack(&u) == KVPRIM_OK && memcmp(block, want, 2 * half) == 0);
     }
     free(block);
     free(before);
@@ -84,60 +95,6 @@ static void test_copies_over_descriptor(void)
     dst = copies_of(items, 2);
     CHECK(kvprim_copy(&dst) == KVPRIM_OK);
     CHECK(memcmp(&dst, &src, sizeof dst) == 0);
-}
-
-/* ---- bad descriptors ---- */
-
-static void test_copy_errors(void)
-{
-    unsigned char src[64], dst[64], want[64];
-    memset(dst, 1, sizeof dst);
-    memcpy(want, dst, sizeof dst);
-    void *const high = (void *)(uintptr_t)(UINTPTR_MAX - 6); /* 7 bytes, and the last address */
-    const struct {
-        kvprim_copy_item second;
-        kvprim_status status;
-        const char *words;
-    } cases[] = {
-        {{src, NULL, 1}, KVPRIM_ERROR_NULL, "kvprim_copy: items[1].dst is NULL, and its bytes are 1"},
-        {{NULL, NULL, 7}, KVPRIM_ERROR_NULL, "items[1].dst is NULL, and its bytes are 7"},
-        {{src, high, 8}, KVPRIM_ERROR_SIZE, "kvprim_copy: items[1] is 8 bytes from dst"},
-        {{high, dst + 8, 8}, KVPRIM_ERROR_SIZE, "items[1] is 8 bytes from src"},
-        {{src, dst + 8, UINT64_MAX}, KVPRIM_ERROR_SIZE, "items[1] is 18446744073709551615 bytes from"},
-        {{dst + 7, dst + 8, 1}, KVPRIM_ERROR_OVERLAP, "kvprim_copy: dst of items[0]"},
-        {{dst + 6, dst + 8, 2}, KVPRIM_ERROR_OVERLAP, "8 bytes) overlaps src of items[1]"},
-        {{dst + 16, dst + 17, 2}, KVPRIM_ERROR_OVERLAP, "dst of items[1]"}, /* with itself */
-        {{src + 16, src + 7, 1}, KVPRIM_ERROR_OVERLAP, "overlaps src of items[0]"},
-    };
-    kvprim_copy_item around[3] = {{0}, {src, dst, 8}, {0}}, *const items = around + 1;
-    kvprim_copy_desc d = copies_of(items, 2);
-    CHECK_ERROR(kvprim_copy(NULL), KVPRIM_ERROR_NULL, "kvprim_copy: desc is NULL");
-    for (size_t i = 0; i < LENGTH(cases); i++) {
-        items[1] = cases[i].second;
-        CHECK_ERROR(kvprim_copy(&d), cases[i].status, cases[i].words);
-        CHECK_ERROR(kvprim_copy_check(&d), cases[i].status, cases[i].words);
-        CHECK(memcmp(dst, want, sizeof dst) == 0);
-    }
-    const struct {
-        void *dst;
-        uint64_t bytes;
-    } over[] = {{&items[1], sizeof items[1]}, {(char *)(items + 2) - 1, 1}, {(char *)items - 3, 4}};
-    for (size_t i = 0; i < LENGTH(over); i++) {
-        items[1] = (kvprim_copy_item){src + 32, over[i].dst, over[i].bytes};
-        CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_OVERLAP, "kvprim_copy: dst of items[1]");
-        CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_OVERLAP, ") overlaps items (");
-        CHECK(items[1].dst == over[i].dst && items[1].bytes == over[i].bytes);
-    }
-    items[1] = (kvprim_copy_item){src, dst + 8, 8};
-    d.reserved = 7;
-    CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_ARGUMENT, "kvprim_copy: reserved is 7, not 0");
-    d.reserved = 0, d.count = KVPRIM_MAX_COPIES + 1;
-    CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_SIZE, "kvprim_copy: count is 262145, more than 262144");
-    d.count = 2, d.items = NULL;
-    CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_NULL, "kvprim_copy: items is NULL");
-    CHECK(memcmp(dst, want, sizeof dst) == 0);
-    d.count = 0, d.reserved = 7;
-    CHECK(kvprim_copy(&d) == KVPRIM_OK);
 }
 
 /* What is no error: nothing to copy from and to anywhere, the last address, and neighbours. */

@@ -22,8 +22,6 @@
 #define LENGTH(array) (sizeof(array) / sizeof *(array))
 static size_t every = 1; /* 4 if quick */
 
-#include "test_slots.h"
-
 /* ---- status ---- */
 
 static void test_status(void)
@@ -346,38 +344,10 @@ static void test_threads(void)
 }
 #endif
 
+#include "bad_descriptors.h"
+#include "test_slots.h"
+
 /* ---- rows: the contract, byte by byte ---- */
-
-/* Descriptors whose indices are int32. */
-static kvprim_gather_desc gather_of(kvprim_table dst, kvprim_table src, int64_t row_bytes, const int32_t *index,
-                                    int64_t count)
-{
-    const kvprim_gather_desc d = {
-        .dst = dst, .src = src, .row_bytes = row_bytes, .index = index, .index_type = KVPRIM_I32, .count = count};
-    return d;
-}
-
-/* K only. */
-static kvprim_store_desc store_of(kvprim_table k_cache, kvprim_table k, int64_t k_bytes, const int32_t *slot,
-                                  int64_t count)
-{
-    const kvprim_store_desc d = {
-        .k_cache = k_cache, .k = k, .k_bytes = k_bytes, .slot = slot, .slot_type = KVPRIM_I32, .count = count};
-    return d;
-}
-
-static void add_v(kvprim_store_desc *d, kvprim_table v_cache, kvprim_table v, int64_t v_bytes)
-{
-    d->v_cache = v_cache, d->v = v, d->v_bytes = v_bytes;
-}
-
-/* Row i to row i, until an index is set. */
-static kvprim_transfer_desc transfer_of(kvprim_table dst, kvprim_table src, int64_t row_bytes, int64_t count)
-{
-    const kvprim_transfer_desc d = {
-        .dst = dst, .src = src, .row_bytes = row_bytes, .index_type = KVPRIM_I32, .count = count};
-    return d;
-}
 
 /* Finds byte `byte` of row `row` of a table with every field given. */
 static unsigned char *at(const kvprim_table *t, int64_t row_bytes, int64_t row, int64_t byte)
@@ -539,7 +509,8 @@ static const int64_t row_sizes[] = {1,  2,  3,   4,   7,   8,   12,  15,  16,  1
                                     48, 64, 100, 128, 132, 255, 256, 257, 576, 1000, 1152, 2051};
 enum { n_row_sizes = (int)LENGTH(row_sizes) };
 
-/* One side of a move. The caller sets the first line; `pointers`: layers lie in an array, the last one first. */
+/* One side of a move. The caller sets the first line; `pointers`: layers lie in an array, the last one first; 2: the
+   executing side reads it. */
 typedef struct side {
     size_t layout, align;
     int indexed, pointers;
@@ -611,8 +582,10 @@ static kvprim_status transfer_sides(const side *dst, const side *src, int64_t ro
     const index_list *const to = &dst->index, *const from = &src->index;
     kvprim_transfer_desc d = transfer_of(dst->m.t, src->m.t, row_bytes, move_count);
     d.layers = layers, d.rejected = rejected;
-    d.dst_layers = dst->pointers ? dst->layers : NULL, d.dst_layer_stride = dst->pointers ? 0 : dst->step;
-    d.src_layers = src->pointers ? src->layers : NULL, d.src_layer_stride = src->pointers ? 0 : src->step;
+    d.dst_layer_stride = dst->pointers ? 0 : dst->step, d.src_layer_stride = src->pointers ? 0 : src->step;
+    *(dst->pointers == 2 ? &d.dst_device_layers : &d.dst_layers) = dst->pointers ? dst->layers : NULL;
+    *(src->pointers == 2 ? &d.src_device_layers : &d.src_layers) = src->pointers ? src->layers : NULL;
+    d.host_index = (int32_t)below(2); /* the CPU's indices are always the host's */
     d.dst_index = dst->indexed ? &to->u : NULL, d.src_index = src->indexed ? &from->u : NULL;
     d.dst_index_base = to->base, d.dst_index_stride = to->stride;
     d.src_index_base = from->base, d.src_index_stride = from->stride;
@@ -664,8 +637,8 @@ static void test_transfer(void)
     for (size_t s = 0; s < n_row_sizes; s += 2)
         for (size_t l = 0; l < n_layouts * n_layouts; l++)
             for (int32_t layers = 0; layers <= 5; layers += 1 + (int32_t)(l % 3)) {
-                side dst = {.layout = l % n_layouts, .align = 3, .indexed = l & 1, .pointers = l >> 2 & 1};
-                side src = {.layout = l / n_layouts, .align = 8, .indexed = l >> 1 & 1, .pointers = l >> 3 & 1};
+                side dst = {.layout = l % n_layouts, .align = 3, .indexed = l & 1, .pointers = (int)((l + s) % 3)};
+                side src = {.layout = l / n_layouts, .align = 8, .indexed = l >> 1 & 1, .pointers = (int)(l / 3 % 3)};
                 one_move(transfers, row_sizes[s], layers, &dst, &src);
             }
 }
@@ -777,36 +750,6 @@ static void test_defaults(void)
 
 /* ---- unpack ---- */
 
-static void test_unpack(void)
-{
-    enum { src_bytes = 20000, dst_bytes = 24000, n = 60 };
-    unsigned char *const src = allocate(src_bytes), *const dst = allocate(dst_bytes), *const want = allocate(dst_bytes);
-    for (int round = 0; round < 200; round++) {
-        kvprim_fragment f[n];
-        uint64_t at_dst = below(16);
-        fill(src, src_bytes);
-        fill(dst, dst_bytes);
-        memcpy(want, dst, dst_bytes);
-        for (int i = 0; i < n; i++) {
-            const uint64_t bytes = below(400);
-            f[i] = (kvprim_fragment){below(src_bytes - bytes + 1), at_dst, bytes};
-            memcpy(want + at_dst, src + f[i].src_offset, bytes);
-            at_dst += bytes + below(3) * below(2);
-        }
-        const kvprim_unpack_desc d = {
-            .src = src, .src_bytes = src_bytes, .dst = dst, .dst_bytes = dst_bytes, .fragments = f, .count = n};
-        CHECK(at_dst <= dst_bytes && kvprim_unpack(&d) == KVPRIM_OK);
-        for (int i = 0; i < dst_bytes; i++)
-            if (dst[i] != want[i]) {
-                fail("byte %d: got %02x, expected %02x", i, dst[i], want[i]);
-                break;
-            }
-    }
-    free(src);
-    free(dst);
-    free(want);
-}
-
 /* The descriptor itself may lie in dst. */
 static void test_unpack_over_descriptor(void)
 {
@@ -822,56 +765,6 @@ static void test_unpack_over_descriptor(void)
         .src = src, .src_bytes = sizeof src, .dst = &dst, .dst_bytes = sizeof dst, .fragments = f, .count = 2};
     CHECK(kvprim_unpack(&dst.d) == KVPRIM_OK);
     CHECK(memcmp(dst.bytes, src + half, half) == 0 && memcmp(dst.bytes + half, src, half) == 0);
-}
-
-static void test_unpack_errors(void)
-{
-    static const struct {
-        kvprim_fragment second;
-        const char *words;
-    } cases[] = {{{60, 0, 8}, "fragments[1] is 8 bytes at src_offset 60, past src_bytes 64"},
-                 {{0, 57, 8}, "fragments[1] is 8 bytes at dst_offset 57, past dst_bytes 64"},
-                 {{UINT64_MAX - 3, 0, 8}, "fragments[1]"},
-                 {{0, 8, UINT64_MAX}, "fragments[1]"},
-                 {{8, UINT64_MAX - 7, 8}, "fragments[1]"},
-                 {{UINT64_MAX / 2, UINT64_MAX / 2, UINT64_MAX / 2}, "fragments[1]"}}; /* only their sum is too large */
-    unsigned char src[64], dst[64], want[64];
-    memset(dst, 1, sizeof dst);
-    memcpy(want, dst, sizeof dst);
-    kvprim_fragment f[2] = {{0, 0, 8}, {0, 0, 0}};
-    kvprim_unpack_desc d = {.src = src, .src_bytes = 64, .dst = dst, .dst_bytes = 64, .fragments = f, .count = 2};
-    CHECK_ERROR(kvprim_unpack(NULL), KVPRIM_ERROR_NULL, "desc is NULL");
-    for (size_t i = 0; i < LENGTH(cases); i++) {
-        f[1] = cases[i].second;
-        CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, cases[i].words);
-        CHECK(memcmp(dst, want, sizeof dst) == 0);
-    }
-#ifdef KVPRIM_DEBUG
-    for (uint64_t first = 0; first <= 14; first += 14) {
-        f[0] = (kvprim_fragment){0, first, 8}, f[1] = (kvprim_fragment){0, 7, 8};
-        CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "fragments[0] and fragments[1] overlap in dst");
-    }
-    f[0].dst_offset = 15;
-    CHECK(kvprim_unpack(&d) == KVPRIM_OK);
-#endif
-    d.reserved = 1;
-    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_ARGUMENT, "reserved is 1, not 0");
-    d.reserved = 0;
-    f[0] = (kvprim_fragment){56, 0, 8}, f[1] = (kvprim_fragment){0, 8, 8};
-    d.dst = src + 63; /* byte 63 is the last one of a source, and the first one of its destination */
-    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "dst of fragments[0]");
-    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src of fragments[0]");
-    d.dst = f;
-    d.dst_bytes = sizeof f;
-    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps fragments");
-    d.dst_bytes = 64;
-    d.dst = NULL;
-    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_NULL, "dst is NULL");
-    d.dst = dst;
-    d.fragments = NULL;
-    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_NULL, "fragments is NULL");
-    d.count = 0;
-    CHECK(kvprim_unpack(&d) == KVPRIM_OK);
 }
 
 #include "test_copies.h"
@@ -897,423 +790,125 @@ static void test_products(void)
             }
 }
 
-/* One check is under all operations. `operands` are what they have in common; an operation names its own fields. A
-   store is there twice: what is wrong is in K, or in V. */
-typedef struct operands {
-    kvprim_table dst, src;
-    const void *index;
-    uint32_t *rejected;
-    int64_t row_bytes, count, index_type, index_stride, reserved, reserved_index;
-} operands;
-
-static const struct operation {
-    const char *function, *dst, *src, *index, *row_bytes;
-    int dst_indexed;
-} operations[] = {{"kvprim_gather: ", "dst", "src", "index", "row_bytes", 0},
-                  {"kvprim_store: ", "k_cache", "k", "slot", "k_bytes", 1},
-                  {"kvprim_store: ", "v_cache", "v", "slot", "v_bytes", 1},
-                  {"kvprim_transfer: ", "dst", "src", "src_index", "row_bytes", 0},
-                  {"kvprim_transfer: ", "dst", "src", "dst_index", "row_bytes", 1}};
-
-static kvprim_status operate(size_t operation, const operands *o)
-{
-    static unsigned char k_cache[1024], k[512]; /* while V is looked at, nothing is wrong here */
-    const kvprim_index_type type = (kvprim_index_type)o->index_type;
-    const int32_t reserved_index = (int32_t)o->reserved_index;
-    if (operation == 0) {
-        kvprim_gather_desc d = gather_of(o->dst, o->src, o->row_bytes, o->index, o->count);
-        d.index_type = type, d.index_stride = o->index_stride, d.rejected = o->rejected;
-        d.reserved = o->reserved, d.reserved_index = reserved_index;
-        return kvprim_gather(&d);
+/* `check`, and for moves `moves`, call the other functions. */
+#define EXPECTED(operation, check, moves)                                                                              \
+    static void expect_##operation(int line, const kvprim_##operation##_desc *d, kvprim_status status,                 \
+                                   const char *words)                                                                  \
+    {                                                                                                                  \
+        kvprim_status (*const same)(const kvprim_##operation##_desc *) = kvprim_##operation;                           \
+        (void)kvprim_fail(KVPRIM_OK, "-");                                                                             \
+        check_error(line, same(d), status, words);                                                                     \
+        (void)kvprim_fail(KVPRIM_OK, "-");                                                                             \
+        check_error(line, check, status, words);                                                                       \
+        moves                                                                                                          \
     }
-    if (operation <= 2) {
-        kvprim_store_desc d = store_of(o->dst, o->src, o->row_bytes, o->index, o->count);
-        d.slot_type = type, d.slot_stride = o->index_stride, d.rejected = o->rejected;
-        d.reserved = o->reserved, d.reserved_slot = reserved_index;
-        if (operation == 2) {
-            d.k_cache = table_of(k_cache, 8), d.k = table_of(k, 8), d.k_bytes = 64;
-            d.v_cache = o->dst, d.v = o->src, d.v_bytes = o->row_bytes;
-        }
-        return kvprim_store(&d);
-    }
-    kvprim_transfer_desc d = transfer_of(o->dst, o->src, o->row_bytes, o->count);
-    *(operation == 3 ? &d.src_index : &d.dst_index) = o->index;
-    *(operation == 3 ? &d.src_index_stride : &d.dst_index_stride) = o->index_stride;
-    d.index_type = type, d.rejected = o->rejected;
-    d.reserved = o->reserved, d.host_index = reserved_index;
-    return kvprim_transfer(&d);
-}
+#define EXPECTED_MOVES(operation)                                                                                      \
+    EXPECTED(operation, kvprim_##operation##_check(d, NULL), kvprim_move m[2]; (void)kvprim_fail(KVPRIM_OK, "-");      \
+             check_error(line, kvprim_##operation##_moves(d, m), status, words);)
+EXPECTED_MOVES(gather)
+EXPECTED_MOVES(store)
+EXPECTED_MOVES(transfer)
+EXPECTED(slots, kvprim_slots_check(d, NULL), )
+EXPECTED(unpack, kvprim_unpack_check(d), )
+EXPECTED(unpack_meta, kvprim_unpack_meta_check(d), )
+EXPECTED(copy, kvprim_copy_check(d), )
 
-enum { NULLS = KVPRIM_ERROR_NULL, SIZE = KVPRIM_ERROR_SIZE, ARGUMENT = KVPRIM_ERROR_ARGUMENT };
-enum { OVERLAP = KVPRIM_ERROR_OVERLAP, GOOD = KVPRIM_OK };
-
-/* What becomes of a good table of eight rows of 128 bytes, and the error after the table's name. */
-static const struct bad_table {
-    kvprim_table t;
-    int status;
-    const char *words;
-} bad_tables[] = {
-    {{.rows = -2}, SIZE, ".rows is -2"},
-    {{.rows = 0}, SIZE, ".rows is 0"},
-    {{.rows = INT64_MAX}, SIZE, ".rows is 9223372036854775807"},
-    {{.rows = 8, .stride = 127}, SIZE, ".stride is 127, less than a row's bytes, 128"},
-    {{.rows = 8, .stride = -128}, SIZE, ".stride is -128"},
-    {{.rows = 8, .stride = INT64_MIN}, SIZE, ".stride is -9223372036854775808"},
-    {{.rows = 8, .stride = INT64_MAX}, SIZE, ".rows is 8"},
-    {{.rows = 8, .page_rows = 4, .stride = INT64_MAX}, SIZE, ".rows is 8, which makes the table larger"},
-    {{.rows = 8, .page_rows = -1}, SIZE, ".page_rows is -1"},
-    {{.rows = 8, .page_stride = -1}, SIZE, ".page_stride is -1"},
-    {{.rows = 8, .page_rows = 8, .page_stride = 127}, SIZE, ".page_stride is 127, less than a row's"},
-    {{.rows = 8, .page_rows = 4, .page_stride = 511},
-     SIZE,
-     ".page_stride is 511, but what lies inside that step takes"},
-    {{.rows = 8, .heads = -1}, SIZE, ".heads is -1"},
-    {{.rows = 8, .heads = 3}, SIZE, ".heads is 3, which does not divide the bytes of a row, 128"},
-    {{.rows = 8, .heads = 2}, SIZE, ".head_stride is 0, less than the bytes of one head, 64"},
-    {{.rows = 8, .heads = 2, .stride = 64, .head_stride = 100}, SIZE, ".head_stride is 100, but what lies inside that"},
-    {{.rows = 8, .heads = 2, .head_stride = 64, .page_rows = 4, .page_stride = 63}, SIZE, ".page_stride is 63, less"},
-    {{.rows = 8, .bytes = -1}, SIZE, ".bytes is -1"},
-    {{.rows = 8, .bytes = 1023}, SIZE, ".bytes is 1023"},
-    {{.rows = 8, .bytes = 1024}, GOOD, ""},
-    {{.rows = 8, .page_rows = 4, .bytes = 1024}, GOOD, ""},
-    {{.rows = 8, .reserved_heads = 1}, ARGUMENT, " is not 0"},
-    {{.rows = 8, .reserved = 1}, ARGUMENT, " is not 0"},
-    {{.rows = 8, .reserved = (int64_t)1 << 32}, ARGUMENT, " is not 0"},
-};
-
-static _Alignas(16) unsigned char arena[4][2048], arena_want[4][2048];
-
-/* Unless all is good, nothing is written, and the error has a name and some words after it. */
-static void check_operands(size_t operation, const operands *o, int status, const char *name, const char *words)
+static void run_bad_descriptors(void)
 {
-    char text[200];
-    snprintf(text, sizeof text, "%s%s", name, words);
-    CHECK_ERROR(operate(operation, o), (kvprim_status)status, status == GOOD ? "-" : text);
-    if (status != GOOD && memcmp(arena, arena_want, sizeof arena) != 0)
-        fail("%swrites although %s", operations[operation].function, text);
-    memcpy(arena, arena_want, sizeof arena);
-}
-
-static void check_bad_tables(size_t operation, const operands *good)
-{
-    const struct operation *const names = &operations[operation];
-    for (size_t i = 0; i < 2 * LENGTH(bad_tables); i++) {
-        const struct bad_table *const b = &bad_tables[i / 2];
-        operands o = *good;
-        kvprim_table *const t = i % 2 ? &o.src : &o.dst;
-        void *const data = t->data;
-        *t = b->t;
-        t->data = data;
-        check_operands(operation, &o, b->status, i % 2 ? names->src : names->dst, b->words);
-    }
-    operands o = *good;
-    (names->dst_indexed ? &o.src : &o.dst)->rows = 3;
-    check_operands(operation, &o, SIZE, names->dst_indexed ? names->src : names->dst,
-                   ".rows is 3, less than count, which is 4");
-}
-
-#define FIELD(field) offsetof(operands, field), sizeof(((operands *)NULL)->field)
-#define AT(pointer) (int64_t)(intptr_t)(pointer)
-
-static void check_bad_fields(size_t operation, const operands *good)
-{
-    const struct operation *const n = &operations[operation];
-    unsigned char *const dst = good->dst.data, *const src = good->src.data, *const index = arena[2];
-    /* the side with indices has eight rows to reach, the other one has four */
-    unsigned char *const dst_end = dst + (n->dst_indexed ? 1024 : 512), *const src_end = src + 1536 - (dst_end - dst);
-    const struct {
-        size_t at, size;
-        int64_t value;
-        int status;
-        const char *name, *words;
-    } cases[] = {
-        {FIELD(dst.data), 0, NULLS, n->dst, ".data is NULL"},
-        {FIELD(src.data), 0, NULLS, n->src, ".data is NULL"},
-        {FIELD(index), AT(index + 1), ARGUMENT, n->index, " ("},
-        {FIELD(index_type), 7, ARGUMENT, n->index, "_type is 7"},
-        {FIELD(index_type), 0, ARGUMENT, n->index, "_type is 0"},
-        {FIELD(index_type), -1, ARGUMENT, n->index, "_type is -1"},
-        {FIELD(index_stride), -1, SIZE, n->index, "_stride is -1"},
-        {FIELD(index_stride), INT64_MAX, SIZE, n->index, "_stride is 9223372036854775807"},
-        {FIELD(index_stride), KVPRIM_MAX_INDEX_STRIDE + 1, SIZE, n->index, "_stride is 268435457"},
-        {FIELD(count), -1, SIZE, n->function, "count is -1"},
-        {FIELD(count), INT64_MIN, SIZE, n->function, "count is -9223372036854775808"},
-        {FIELD(count), INT64_MAX, SIZE, n->function, "count is 9223372036854775807, which makes "},
-        {FIELD(count), (int64_t)1 << 60, SIZE, n->function, "count is 1152921504606846976, which makes "},
-        {FIELD(row_bytes), 0, SIZE, n->row_bytes, " is 0, less than 1"},
-        {FIELD(row_bytes), -128, SIZE, n->row_bytes, " is -128"},
-        {FIELD(reserved), 1, ARGUMENT, n->function, "a reserved field"},
-        {FIELD(reserved_index), operation < 3 ? 1 : 2, ARGUMENT, n->function,
-         operation < 3 ? "a reserved field" : "host_index is 2"},
-        {FIELD(src.data), AT(dst_end - 1), OVERLAP, "", "overlaps"},
-        {FIELD(dst.data), AT(src_end - 1), OVERLAP, "", "overlaps"},
-        {FIELD(dst.data), AT(index + 15), OVERLAP, n->index, " ("},
-        {FIELD(rejected), AT(index + 2), ARGUMENT, "", "rejected ("},
-        {FIELD(rejected), AT(dst_end - 4), OVERLAP, "overlaps ", n->dst},
-        {FIELD(rejected), AT(src_end - 4), OVERLAP, "overlaps ", n->src},
-        {FIELD(rejected), AT(index + 12), OVERLAP, "overlaps ", n->index},
-        {FIELD(src.data), AT(dst_end), GOOD, "", ""},
-        {FIELD(dst.data), AT(src_end), GOOD, "", ""},
-        {FIELD(dst.data), AT(index + 16), GOOD, "", ""},
-        {FIELD(rejected), AT(dst_end), GOOD, "", ""},
-        {FIELD(rejected), AT(src - 4), GOOD, "", ""},
-        {FIELD(rejected), AT(index + 16), GOOD, "", ""},
-    };
-    for (size_t i = 0; i < LENGTH(cases); i++) {
-        operands o = *good;
-        memcpy((char *)&o + cases[i].at, &cases[i].value, cases[i].size);
-        check_operands(operation, &o, cases[i].status, cases[i].name, cases[i].words);
+    for (size_t i = 0; i < n_bad_lists; i++) {
+        char name[100];
+        snprintf(name, sizeof name, "bad descriptors: %s", bad_lists[i].name);
+        run(name, bad_lists[i].run);
     }
 }
 
-static void test_bad_descriptors(void)
+/* Empty tables: every index is past them, and they have no layout to get wrong. */
+static void test_empty_tables(void)
 {
+    static unsigned char rows[2][512];
     static const int32_t index[4] = {0, 1, 2, 3};
-    fill(arena, sizeof arena);
-    memcpy(arena[2], index, sizeof index);
-    memcpy(arena_want, arena, sizeof arena);
-    for (size_t operation = 0; operation < LENGTH(operations); operation++) {
-        operands good = {.dst = table_of(arena[0], 8), .src = table_of(arena[1], 8), .index = arena[2]};
-        good.row_bytes = 128, good.index_type = KVPRIM_I32, good.count = 4;
-        CHECK(operate(operation, &good) == KVPRIM_OK && memcmp(arena[0], arena[1], 512) == 0);
-        memcpy(arena, arena_want, sizeof arena);
-        check_bad_tables(operation, &good);
-        check_bad_fields(operation, &good);
-    }
+    const kvprim_table none = with_heads(table_of(NULL, 0), 4, 32), some = table_of(rows[1], 4);
+    uint32_t rejected = 0;
+    kvprim_gather_desc gather = gather_of(table_of(rows[0], 4), none, 128, index, 4);
+    kvprim_store_desc store = store_of(none, some, 128, index, 4);
+    fill(rows, sizeof rows);
+    gather.rejected = store.rejected = &rejected;
+    CHECK(kvprim_gather(&gather) == KVPRIM_OK && rejected == 4 && rows[0][0] == 0 && rows[0][511] == 0);
+    add_v(&store, none, some, 128);
+    CHECK(kvprim_store(&store) == KVPRIM_OK && rejected == 8);
 }
 
-/* Each is done to a good descriptor. */
-#define BAD(function, change, status, words)                                                                           \
-    d = good;                                                                                                          \
-    d.change;                                                                                                          \
-    CHECK_ERROR(function(&d), (kvprim_status)status, words)
-
-static void test_gather_errors(void)
+/* Layers by pointers alone, each in memory of its own; and layers of both sides in turn: [layer][src or dst][row]. */
+static void test_places_of_layers(void)
 {
-    static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
-    static const int32_t index[4] = {0, 1, 2, 3};
-    const kvprim_gather_desc good = gather_of(table_of(dst, 4), table_of(src, 8), 128, index, 4);
-    kvprim_gather_desc d;
+    static unsigned char dst[4096], src[4096];
+    static const int32_t index[2] = {1, 3};
+    void *const layers[2] = {dst, dst + 2048};
+    kvprim_transfer_desc d = transfer_of(table_of(NULL, 8), table_of(src, 8), 64, 2);
+    d.layers = 2, d.dst_index = d.src_index = index, d.dst_layers = layers;
     fill(src, sizeof src);
-    fill(dst, sizeof dst);
-    memcpy(want, dst, sizeof dst);
-    CHECK_ERROR(kvprim_gather(NULL), KVPRIM_ERROR_NULL, "kvprim_gather: desc is NULL");
-    BAD(kvprim_gather, index = NULL, NULLS, "index is NULL");
-    d = good; /* the last of the indices, which lie apart, is in dst */
-    d.index = dst + 1024, d.dst.data = dst + 1024 + 4 * 90, d.index_stride = 30;
-    CHECK_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
-    CHECK(memcmp(dst, want, sizeof dst) == 0);
-    memset(&d, 0, sizeof d);
-    d.reserved = d.row_bytes = d.src.rows = -1;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK); /* count 0 */
-    uint32_t rejected = 0;
-    d = good; /* an empty shard: every index is past it */
-    d.src = table_of(NULL, 0), d.rejected = &rejected;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK && rejected == 4 && dst[0] == 0 && dst[511] == 0);
-    d = good; /* an empty table has no layout to get wrong */
-    d.src = table_of(NULL, 0), d.src.heads = 4, d.src.head_stride = 32;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d = good; /* the padding after the last row is nobody's */
-    d.dst.stride = 200, d.src.data = dst + 3 * 200 + 128;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d = good; /* one table starts where the other's partial last page ends: no overlap */
-    d.src = paged_table(src, 5, 4, 0), d.dst.data = src + 5 * 128;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d = good; /* dst begins right after the last of the indices, which lie two apart */
-    memset(src, 0, sizeof src);
-    d.src.data = dst, d.dst.data = src + 28, d.index = src, d.index_stride = 2;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d.dst.data = src + 27;
-    CHECK_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
-    d = good;
-    d.count = 1, d.index_stride = KVPRIM_MAX_INDEX_STRIDE;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-}
-
-/* Returns an address where a counter could lie by mistake. */
-static uint32_t *counter_at(void *block, size_t offset)
-{
-    return (uint32_t *)(void *)((char *)block + offset);
-}
-
-/* What is wrong between K and V. */
-static void test_store_errors(void)
-{
-    static _Alignas(16) unsigned char cache[2][2048], input[2][1024], want[2][2048];
-    struct aligned {
-        char before;
-        int64_t i64;
-    };
-    const size_t alignment = offsetof(struct aligned, i64); /* 8; on 32-bit x86 4 */
-    int64_t slot[2] = {1, 3};
-    kvprim_store_desc d, good = store_of(table_of(cache[0], 8), table_of(input[0], 2), 64, NULL, 2);
-    add_v(&good, table_of(cache[1], 8), table_of(input[1], 2), 32);
-    good.slot = slot, good.slot_type = KVPRIM_I64;
-    fill(cache, sizeof cache);
-    memcpy(want, cache, sizeof cache);
-    CHECK_ERROR(kvprim_store(NULL), KVPRIM_ERROR_NULL, "kvprim_store: desc is NULL");
-    BAD(kvprim_store, slot = NULL, NULLS, "slot is NULL");
-    BAD(kvprim_store, slot = (const char *)slot + alignment / 2, ARGUMENT, "slot (");
-    BAD(kvprim_store, v_cache.rows = 7, SIZE, "v_cache.rows is 7, but k_cache.rows is 8");
-    BAD(kvprim_store, v_cache.rows = 9, SIZE, "v_cache.rows is 9, but k_cache.rows is 8");
-    BAD(kvprim_store, v.data = cache[0] + 100, OVERLAP, "k_cache");
-    BAD(kvprim_store, k.data = cache[1] + 100, OVERLAP, "v_cache");
-    BAD(kvprim_store, v_cache.data = cache[0] + 63, OVERLAP, "v_cache");
-    BAD(kvprim_store, v_cache.data = NULL, NULLS, "v_cache.data is NULL");
-    BAD(kvprim_store, rejected = counter_at(slot, 12), OVERLAP, "rejected (");
-    BAD(kvprim_store, rejected = counter_at(cache[0], 508), OVERLAP, "k_cache");
-    BAD(kvprim_store, rejected = counter_at(cache[1], 252), OVERLAP, "v_cache");
-    BAD(kvprim_store, rejected = counter_at(input[0], 124), OVERLAP, "k (");
-    BAD(kvprim_store, rejected = counter_at(input[1], 60), OVERLAP, "v (");
-    BAD(kvprim_store, v_cache = table_of(NULL, 0), NULLS, "v_cache.data is NULL"); /* half of V */
-    d.v = table_of(NULL, 0);
-    CHECK_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
-    d.v = good.v;
-    d.v_bytes = 0;
-    CHECK_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
-    uint32_t rejected = 0;
-    d = good; /* an empty shard: no slot lies in it */
-    d.k_cache = d.v_cache = table_of(NULL, 0);
-    d.rejected = &rejected;
-    CHECK(kvprim_store(&d) == KVPRIM_OK && rejected == 2);
-    d = good;
-    d.slot = (const char *)slot + alignment;
-    CHECK(kvprim_store_check(&d, NULL) == KVPRIM_OK);
-    CHECK(memcmp(cache, want, sizeof cache) == 0);
-    memset(&d, 0, sizeof d);
-    CHECK(kvprim_store(&d) == KVPRIM_OK);
-}
-
-static kvprim_table with_pages(kvprim_table t, int64_t page_rows, int64_t page_stride)
-{
-    t.page_rows = page_rows, t.page_stride = page_stride;
-    return t;
-}
-
-static kvprim_table with_heads(kvprim_table t, int32_t heads, int64_t head_stride)
-{
-    t.heads = heads, t.head_stride = head_stride;
-    return t;
-}
-
-/* One cache on both sides, except for what differs in each case. */
-static void check_unlike_sides(unsigned char *cache, kvprim_transfer_desc d)
-{
-    const kvprim_table plain = table_of(cache, 8);
-    const struct {
-        kvprim_table dst, src;
-        int64_t src_layer_stride;
-        const char *words;
-    } cases[] = {
-        {plain, with_pages(plain, 4, 0), 0, "dst.page_rows is 0 and src.page_rows 4"},
-        {with_pages(plain, 4, 0), with_pages(plain, 4, 300), 0, "dst.page_stride is 256 and src.page_stride 300"},
-        {plain, strided_table(cache, 8, 72), 0, "dst.stride is 64 and src.stride 72"},
-        {plain, with_heads(strided_table(cache, 8, 64), 2, 1024), 0, "dst.heads is 1 and src.heads 2"},
-        {with_heads(strided_table(cache, 8, 64), 2, 512), with_heads(strided_table(cache, 8, 64), 2, 1024), 0,
-         "dst.head_stride is 512 and src.head_stride 1024"},
-        {plain, plain, 1024, "layer 1 is at"},
-    };
-    d.same_cache = 1;
-    for (size_t i = 0; i < LENGTH(cases); i++) {
-        d.dst = cases[i].dst, d.src = cases[i].src, d.src_layer_stride = cases[i].src_layer_stride;
-        CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, cases[i].words);
-    }
-}
-
-/* What is wrong with layers, with one of two indices, and with one cache on both sides. */
-static void test_transfer_errors(void)
-{
-    static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
-    int32_t index[2] = {1, 3};
-    void *const dst_layers[2] = {dst, dst + 2048}, *const src_layers[2] = {src, src + 512};
-    void *const null_layers[2] = {src, NULL}, *const none[2] = {NULL, NULL};
-    void *const mixed[2] = {src, dst + 100}, *const twice[2] = {dst, dst};
-    kvprim_transfer_desc d, good = transfer_of(table_of(dst, 8), table_of(src, 8), 64, 2);
-    good.layers = 2, good.dst_index = good.src_index = index;
-    fill(dst, sizeof dst);
-    memcpy(want, dst, sizeof dst);
-    CHECK_ERROR(kvprim_transfer(NULL), KVPRIM_ERROR_NULL, "kvprim_transfer: desc is NULL");
-    BAD(kvprim_transfer, layers = -1, SIZE, "layers is -1");
-    BAD(kvprim_transfer, layers = 65537, SIZE, "layers is 65537");
-    BAD(kvprim_transfer, layers = INT32_MAX, SIZE, "layers is 2147483647");
-    BAD(kvprim_transfer, src_layers = null_layers, NULLS, "src_layers[1] is NULL");
-    BAD(kvprim_transfer, dst_index = NULL; d.dst.rows = d.count = (int64_t)1 << 50; d.dst.bytes = 0;
-        d.src_index_stride = 1 << 28, SIZE, "which makes src_index");
-    BAD(kvprim_transfer, dst = with_heads(with_pages(table_of(dst, 8), 4, 31), 2, 32), SIZE,
-        "dst.page_stride is 31, less than the bytes of one head, 32");
-    BAD(kvprim_transfer, src_layers = mixed, OVERLAP, "overlaps");
-    BAD(kvprim_transfer, dst_layer_stride = 500, SIZE,
-        "kvprim_transfer: dst_layer_stride is 500, but what lies inside that step takes bytes: 512");
-    BAD(kvprim_transfer, src_layer_stride = -8, SIZE, "src_layer_stride is -8");
-    BAD(kvprim_transfer, src.data = dst + 1000, OVERLAP, "overlaps"); /* dst's second layer */
-    BAD(kvprim_transfer, same_cache = 2, ARGUMENT, "same_cache is 2");
-    BAD(kvprim_transfer, same_cache = -1, ARGUMENT, "same_cache is -1");
-    BAD(kvprim_transfer, same_cache = 1, ARGUMENT, "same_cache is 1, but layer 0 is at");
-    BAD(kvprim_transfer, src_index_type = (kvprim_index_type)3, ARGUMENT, "src_index_type is 3");
-    BAD(kvprim_transfer, dst_index_type = (kvprim_index_type)3, ARGUMENT, "dst_index_type is 3");
-    BAD(kvprim_transfer, src = table_of(NULL, 0); d.src_layers = src_layers, KVPRIM_ERROR_SIZE, "src.rows is 0");
-    BAD(kvprim_transfer, src = table_of(NULL, 0); d.src_layers = none, KVPRIM_ERROR_SIZE, "src.rows is 0");
-    BAD(kvprim_transfer, dst_layers = twice, OVERLAP, "layer of dst");
-    BAD(kvprim_transfer, dst_layers = dst_layers; d.dst_layer_stride = 2048, ARGUMENT, "dst_layer_stride");
-    BAD(kvprim_transfer, src_layers = src_layers; d.src_layer_stride = 512, ARGUMENT, "src_layer_stride");
-    BAD(kvprim_transfer, rejected = counter_at(dst, 1020), OVERLAP, "dst"); /* in the second layer */
-    BAD(kvprim_transfer, rejected = counter_at(src, 512), OVERLAP, "src");
-    BAD(kvprim_transfer, src.data = dst, OVERLAP, "to copy rows inside one cache set same_cache");
-    BAD(kvprim_transfer, src.data = dst, OVERLAP, "dst layer 0");
-    check_unlike_sides(dst, good);
-    CHECK(memcmp(dst, want, sizeof dst) == 0);
-    d = good;
-    d.dst.data = NULL; /* the layers' pointers are enough */
-    d.dst_layers = dst_layers;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 2048 + 192, src + 512 + 192, 64) == 0);
-    d.dst.bytes = 512; /* each of them has memory of its own */
+    d.dst.bytes = 512;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-    d.dst.bytes = 511;
-    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "dst.bytes is 511");
-    d = good; /* an empty table: its layer stride leads nowhere */
-    d.dst = table_of(NULL, 0), d.dst_layer_stride = INT64_MAX;
-    CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-    d = good; /* the indices lie in the second layer of dst */
-    d.dst_index = d.src_index = (const int32_t *)(const void *)(dst + 512);
-    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst_index (");
-    d = good; /* layers of both sides alternate: [layer][src or dst][row] */
-    d.src.data = dst + 512;
-    d.dst_layer_stride = d.src_layer_stride = 1024;
+    fill(dst, sizeof dst);
+    d = transfer_of(table_of(dst, 8), table_of(dst + 512, 8), 64, 2);
+    d.layers = 2, d.dst_index = d.src_index = index, d.dst_layer_stride = d.src_layer_stride = 1024;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 1024 + 192, dst + 1536 + 192, 64) == 0);
-    d.src.data = dst + 511;
-    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 0");
-    d.src.data = dst + 513;
-    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 1");
-    memset(&d, 0, sizeof d);
-    CHECK(kvprim_transfer(&d) == KVPRIM_OK);
 }
-#undef BAD
 
-/* Copies pages inside one cache whose layers have pointers. One source is copied twice, one index is padding. */
+/* Copies pages inside one cache whose layers have pointers, the second time those that the executing side reads. One
+   source is copied twice, one index is padding. */
 static void test_same_cache(void)
 {
     enum { rows = 12, row_bytes = 48, layer_bytes = rows * row_bytes, layers = 4 };
     static unsigned char cache[layers * layer_bytes], want[sizeof cache];
     static const int32_t to[] = {7, 2, 11, -1, 3}, from[] = {0, 0, 5, 4, 12};
     void *pointers[layers];
-    uint32_t rejected = 0;
-    fill(cache, sizeof cache);
-    memcpy(want, cache, sizeof cache);
-    for (int l = 0; l < layers; l++) {
-        pointers[l] = cache + (layers - 1 - l) * layer_bytes;
-        for (int i = 0; i < 3; i++)
-            memcpy(want + l * layer_bytes + to[i] * row_bytes, cache + l * layer_bytes + from[i] * row_bytes,
-                   row_bytes);
+    for (int device = 0; device < 2; device++) {
+        uint32_t rejected = 0;
+        fill(cache, sizeof cache);
+        memcpy(want, cache, sizeof cache);
+        for (int l = 0; l < layers; l++) {
+            pointers[l] = cache + (layers - 1 - l) * layer_bytes;
+            for (int i = 0; i < 3; i++)
+                memcpy(want + l * layer_bytes + to[i] * row_bytes, cache + l * layer_bytes + from[i] * row_bytes,
+                       row_bytes);
+        }
+        const kvprim_table table = paged_table(NULL, rows, 4, 0);
+        kvprim_transfer_desc d = transfer_of(table, table, row_bytes, 5);
+        *(device ? &d.dst_device_layers : &d.dst_layers) = pointers;
+        *(device ? &d.src_device_layers : &d.src_layers) = pointers;
+        d.layers = layers, d.dst_index = to, d.src_index = from;
+        d.rejected = &rejected, d.same_cache = 1;
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
     }
-    kvprim_transfer_desc d = transfer_of(paged_table(NULL, rows, 4, 0), paged_table(NULL, rows, 4, 0), row_bytes, 5);
-    d.dst_layers = d.src_layers = pointers, d.layers = layers;
-    d.dst_index = to, d.src_index = from;
-    d.rejected = &rejected, d.same_cache = 1;
-    CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
+}
+
+/* Arrays of layers that the side that executes reads: when it does, and nobody else. */
+static void test_device_layers(void)
+{
+    enum { rows = 4, row_bytes = 16 };
+    unsigned char to[2][rows * row_bytes], from[2][rows * row_bytes];
+    void *dst[2] = {to[0], to[1]}, *src[2] = {from[0], from[1]};
+    kvprim_transfer_desc resolved, d = transfer_of(table_of(NULL, rows), table_of(NULL, rows), row_bytes, rows);
+    kvprim_move m;
+    d.layers = 2, d.dst_device_layers = dst, d.src_device_layers = src;
+    d.dst.bytes = sizeof to[0];   /* of the memory at each pointer */
+    d.dst.data = d.src.data = &d; /* ignored */
+    fill(from, sizeof from);
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && kvprim_transfer_check(&resolved, NULL) == KVPRIM_OK);
+    CHECK(kvprim_transfer_moves(&d, &m) == KVPRIM_OK && !kvprim_side_layer(&m.dst, 1));
+    src[0] = from[1], src[1] = from[0];
+    CHECK(kvprim_cpu_move(&m, 1) == KVPRIM_OK);
+    CHECK(memcmp(to[0], from[1], sizeof to[0]) == 0 && memcmp(to[1], from[0], sizeof to[1]) == 0);
+    d.layers = 1, d.src_device_layers = src + 1, d.dst_device_layers = NULL, d.dst.data = to[0];
+    d.src.bytes = sizeof from[0];
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(to[0], from[0], sizeof to[0]) == 0);
+    d.src.bytes = 0, d.src.rows = (int64_t)1 << 8 * (sizeof(void *) - 2); /* nobody knows where they lie */
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
 }
 
 #include "test_convert.h"
-#include "test_tables.h"
 
 /* ---- what a table says its memory has ---- */
 
@@ -1964,30 +1559,26 @@ int main(int argc, char **argv)
     run("moves", test_moves);
     run("table: defaults", test_defaults);
     run("sizes: products that do not wrap", test_products);
-    run("bad descriptors of every operation", test_bad_descriptors);
-    run("gather: bad descriptors", test_gather_errors);
+    run_bad_descriptors();
+    run("table: none", test_empty_tables);
     run("store: K and V interleaved", test_store_interleaved);
-    run("store: bad descriptors", test_store_errors);
     run("store: K and V rows that overlap, and that do not", test_k_beside_v);
-    run("transfer: bad descriptors", test_transfer_errors);
-    run("transfer: layers that the executing side reads", test_tables);
+    run("transfer: places of layers", test_places_of_layers);
+    run("transfer: layers that the executing side reads", test_device_layers);
     run("transfer: 65,536 layers in any order", test_many_layers);
     run("transfer: a layer that is written twice", test_repeated_layers);
     run("transfer: a side without rows", test_empty_side);
     run_slots();
     run_conversions();
-    run("unpack", test_unpack);
-    run("unpack: bad descriptors", test_unpack_errors);
     run("unpack: over its descriptor", test_unpack_over_descriptor);
     run("unpack: inside one buffer", test_unpack_in_place);
     run("unpack_meta", test_metas);
     run("unpack_meta: counts", test_meta_limits);
     run("unpack_meta: a source that overlaps its destination", test_meta_overlap);
-    run("unpack_meta: bad descriptors", test_meta_errors);
-    run("copy", test_copies);
+    run("unpack_meta: no buffers", test_meta_without_buffers);
+    run("copy, unpack", test_copies);
     run("copy: sizes x alignments", test_copies_aligned);
     run("copy: over its descriptor", test_copies_over_descriptor);
-    run("copy: bad descriptors", test_copy_errors);
     run("copy: what is no error", test_good_copies);
     run("copy and unpack: small lists that overlap, and that do not", test_small_overlaps);
     run("copy and unpack: large lists that overlap, and that do not", test_large_overlaps);

@@ -5,6 +5,16 @@
 
 #include "slots_oracle.h"
 
+/* All numbers are of one type. Which tokens there are, and their slots, is still to be said. */
+static kvprim_slots_desc slots_of(kvprim_index_type type, const void *pages, int64_t requests, int64_t max_pages,
+                                  int64_t page_rows, int64_t rows, int64_t count)
+{
+    kvprim_slots_desc d = {.pages = pages, .requests = requests, .max_pages = max_pages, .page_rows = page_rows};
+    d.pages_type = d.token_type = d.slot_type = type;
+    d.rows = rows, d.count = count;
+    return d;
+}
+
 /* Runs it, and compares. What lies around the slots must stay as it is. */
 static void check_slots(kvprim_slots_desc d, const char *what)
 {
@@ -85,15 +95,9 @@ struct slots_shape {
 /* form 0: pairs; 1: counts; 2: counts and starts. */
 static void random_slots(const struct slots_shape *s, int form, unsigned types, uint64_t wild)
 {
-    kvprim_slots_desc d = {.pages_type = index_type_of(types),
-                           .token_type = index_type_of(types >> 1),
-                           .slot_type = index_type_of(types >> 2),
-                           .requests = s->requests,
-                           .max_pages = s->max_pages,
-                           .pages_stride = s->gap ? s->max_pages + s->gap : 0,
-                           .page_rows = s->page_rows,
-                           .rows = s->rows,
-                           .count = s->count};
+    kvprim_slots_desc d = slots_of(KVPRIM_I32, NULL, s->requests, s->max_pages, s->page_rows, s->rows, s->count);
+    d.pages_type = index_type_of(types), d.token_type = index_type_of(types >> 1);
+    d.slot_type = index_type_of(types >> 2), d.pages_stride = s->gap ? s->max_pages + s->gap : 0;
     const int64_t stride = s->max_pages + s->gap, positions = s->max_pages * s->page_rows;
     const int64_t pages_count = s->rows / s->page_rows ? s->rows / s->page_rows : 1;
     void *const pages = allocate((size_t)(s->requests * stride) * 8), *const a = allocate((size_t)(s->count + 1) * 8);
@@ -128,19 +132,9 @@ static void test_slots_by_hand(void)
     const int32_t want[] = {20, 23, 8, 11, 28, -1, -1, -1, -1, -1, -1};
     int32_t slot[11];
     uint32_t rejected = 0;
-    kvprim_slots_desc d = {.pages = pages,
-                           .pages_type = KVPRIM_I32,
-                           .requests = 2,
-                           .max_pages = 2,
-                           .page_rows = 4,
-                           .rows = 31,
-                           .request = request,
-                           .position = position,
-                           .token_type = KVPRIM_I64,
-                           .slot = slot,
-                           .slot_type = KVPRIM_I32,
-                           .count = 11,
-                           .rejected = &rejected};
+    kvprim_slots_desc d = slots_of(KVPRIM_I32, pages, 2, 2, 4, 31, 11);
+    d.request = request, d.position = position, d.token_type = KVPRIM_I64;
+    d.slot = slot, d.rejected = &rejected;
     CHECK(kvprim_slots(&d) == KVPRIM_OK && memcmp(slot, want, sizeof want) == 0);
     CHECK(rejected == 3); /* row 31 of the cache, request 2, position 8 */
 
@@ -206,17 +200,8 @@ static void test_slots_limits(void)
             for (size_t z = 0; z < LENGTH(numbers); z++) {
                 const int64_t page_rows = numbers[z] > 0 ? numbers[z] : 1;
                 pages[2] = most / page_rows;
-                kvprim_slots_desc d = {.pages = pages,
-                                       .pages_type = KVPRIM_I64,
-                                       .requests = 2,
-                                       .max_pages = 2,
-                                       .page_rows = page_rows,
-                                       .rows = y % 2 ? most : most - 5,
-                                       .request = request,
-                                       .position = position,
-                                       .token_type = KVPRIM_I64,
-                                       .slot_type = KVPRIM_I64,
-                                       .count = 8};
+                kvprim_slots_desc d = slots_of(KVPRIM_I64, pages, 2, 2, page_rows, y % 2 ? most : most - 5, 8);
+                d.request = request, d.position = position;
                 for (int i = 0; i < 8; i++) {
                     request[i] = i % 4 == 3 ? numbers[x] : i % 2;
                     position[i] = i < 4 ? numbers[y] : (int64_t)((uint64_t)page_rows * 2 - (uint64_t)i / 2 + 2);
@@ -227,17 +212,8 @@ static void test_slots_limits(void)
                 d.request = d.position = NULL, d.cu_seqlens = cu, d.starts = starts;
                 check_slots(d, "slots: limits, counts");
             }
-    kvprim_slots_desc one = {.pages = pages,
-                             .pages_type = KVPRIM_I64,
-                             .requests = 1,
-                             .max_pages = 4,
-                             .pages_stride = most,
-                             .page_rows = most,
-                             .rows = most,
-                             .cu_seqlens = cu,
-                             .token_type = KVPRIM_I64,
-                             .slot_type = KVPRIM_I64,
-                             .count = 8};
+    kvprim_slots_desc one = slots_of(KVPRIM_I64, pages, 1, 4, most, most, 8);
+    one.pages_stride = most, one.cu_seqlens = cu;
     check_slots(one, "slots: a stride that nothing takes");
 }
 
@@ -252,29 +228,10 @@ static void test_slots_then_store(void)
     for (int32_t r = 0; r <= requests; r++)
         cu[r] = r * tokens / requests;
     fill(input, sizeof input);
-    const kvprim_slots_desc d = {.pages = pages,
-                                 .pages_type = KVPRIM_I32,
-                                 .requests = requests,
-                                 .max_pages = pages_each,
-                                 .page_rows = in_page,
-                                 .rows = rows,
-                                 .cu_seqlens = cu,
-                                 .token_type = KVPRIM_I32,
-                                 .slot = slot,
-                                 .slot_type = KVPRIM_I32,
-                                 .count = tokens};
-    const kvprim_store_desc store = {.k_cache = table_of(cache, rows),
-                                     .k = table_of(input, tokens),
-                                     .k_bytes = row,
-                                     .slot = slot,
-                                     .slot_type = KVPRIM_I32,
-                                     .count = tokens};
-    const kvprim_gather_desc gather = {.dst = table_of(output, tokens),
-                                       .src = table_of(cache, rows),
-                                       .row_bytes = row,
-                                       .index = slot,
-                                       .index_type = KVPRIM_I32,
-                                       .count = tokens};
+    kvprim_slots_desc d = slots_of(KVPRIM_I32, pages, requests, pages_each, in_page, rows, tokens);
+    d.cu_seqlens = cu, d.slot = slot;
+    const kvprim_store_desc store = store_of(table_of(cache, rows), table_of(input, tokens), row, slot, tokens);
+    const kvprim_gather_desc gather = gather_of(table_of(output, tokens), table_of(cache, rows), row, slot, tokens);
     CHECK(kvprim_slots(&d) == KVPRIM_OK);
     CHECK(kvprim_store(&store) == KVPRIM_OK && kvprim_gather(&gather) == KVPRIM_OK);
     CHECK(memcmp(input, output, sizeof input) == 0);
@@ -286,140 +243,12 @@ static void test_slots_then_store(void)
             }
 }
 
-/* All arrays of a good descriptor, apart from each other. */
-static struct slots_memory {
-    int64_t pages[40], request[20], position[20], cu[20], starts[20], slot[20];
-    uint32_t rejected[4];
-} slots_memory;
-
-static kvprim_slots_desc good_slots(int form)
-{
-    struct slots_memory *const m = &slots_memory;
-    memset(m, 0, sizeof *m);
-    memset(m->slot, 0x55, sizeof m->slot);
-    m->cu[1] = m->cu[2] = m->cu[3] = 8;
-    const kvprim_slots_desc d = {.pages = m->pages,
-                                 .pages_type = KVPRIM_I64,
-                                 .requests = 3,
-                                 .max_pages = 4,
-                                 .page_rows = 16,
-                                 .rows = 100,
-                                 .request = form ? NULL : m->request,
-                                 .position = form ? NULL : m->position,
-                                 .cu_seqlens = form ? m->cu : NULL,
-                                 .starts = form ? m->starts : NULL,
-                                 .token_type = KVPRIM_I64,
-                                 .slot = m->slot,
-                                 .slot_type = KVPRIM_I64,
-                                 .count = 8,
-                                 .rejected = m->rejected};
-    return d;
-}
-
-/* Each is refused with this text, and nothing is written. */
-#define REFUSE(form, change, status, words)                                                                            \
-    do {                                                                                                               \
-        kvprim_slots_desc d = good_slots(form);                                                                        \
-        change;                                                                                                        \
-        const struct slots_memory before = slots_memory;                                                               \
-        CHECK_ERROR(kvprim_slots(&d), status, words);                                                                  \
-        CHECK_ERROR(kvprim_slots_check(&d, NULL), status, words);                                                      \
-        CHECK(memcmp(&before, &slots_memory, sizeof before) == 0);                                                     \
-    } while (0)
-
-static void test_slots_missing(void)
-{
-    CHECK_ERROR(kvprim_slots(NULL), KVPRIM_ERROR_NULL, "kvprim_slots: desc is NULL");
-    for (int form = 0; form < 2; form++) {
-        kvprim_slots_desc good = good_slots(form);
-        CHECK(kvprim_slots(&good) == KVPRIM_OK);
-        REFUSE(form, d.pages = NULL, KVPRIM_ERROR_NULL, "kvprim_slots: pages is NULL");
-        REFUSE(form, d.slot = NULL, KVPRIM_ERROR_NULL, "slot is NULL");
-        REFUSE(form, d.reserved_pages = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field is not 0");
-        REFUSE(form, d.reserved_token = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field is not 0");
-        REFUSE(form, d.reserved_slot = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field is not 0");
-        REFUSE(form, d.reserved = -1, KVPRIM_ERROR_ARGUMENT, "a reserved field is not 0");
-        REFUSE(form, d.pages_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "pages_type is 0, neither KVPRIM_I32");
-        REFUSE(form, d.token_type = (kvprim_index_type)3, KVPRIM_ERROR_ARGUMENT, "token_type is 3");
-        REFUSE(form, d.slot_type = (kvprim_index_type)KVPRIM_INT64, KVPRIM_ERROR_ARGUMENT, "slot_type is 23");
-        good.count = 0, good.pages = good.slot = NULL;
-        CHECK(kvprim_slots(&good) == KVPRIM_OK);
-    }
-    REFUSE(0, d.request = NULL, KVPRIM_ERROR_NULL, "request is NULL");
-    REFUSE(0, d.position = NULL, KVPRIM_ERROR_NULL, "position is NULL");
-    REFUSE(0, d.position = d.request = NULL, KVPRIM_ERROR_NULL, "request, position and cu_seqlens");
-    REFUSE(0, d.cu_seqlens = slots_memory.cu, KVPRIM_ERROR_ARGUMENT, "both cu_seqlens");
-    REFUSE(0, d.starts = slots_memory.starts, KVPRIM_ERROR_ARGUMENT, "starts (");
-    REFUSE(1, d.cu_seqlens = NULL, KVPRIM_ERROR_ARGUMENT, "but cu_seqlens is NULL");
-    REFUSE(1, d.request = slots_memory.request, KVPRIM_ERROR_ARGUMENT, "and request (");
-    REFUSE(1, d.position = slots_memory.position, KVPRIM_ERROR_ARGUMENT, "and position (");
-}
-
-static void test_slots_sizes(void)
-{
-    const int64_t most = INT64_MAX;
-    REFUSE(0, d.count = -1, KVPRIM_ERROR_SIZE, "kvprim_slots: count is -1, less than 0");
-    REFUSE(0, d.requests = 0, KVPRIM_ERROR_SIZE, "requests is 0, less than 1");
-    REFUSE(0, d.max_pages = -4, KVPRIM_ERROR_SIZE, "max_pages is -4, less than 1");
-    REFUSE(0, d.page_rows = 0, KVPRIM_ERROR_SIZE, "page_rows is 0, less than 1");
-    REFUSE(0, d.rows = 0, KVPRIM_ERROR_SIZE, "rows is 0, less than 1");
-    REFUSE(0, d.pages_stride = 3, KVPRIM_ERROR_SIZE, "pages_stride is 3, less than max_pages, 4");
-    REFUSE(0, d.pages_stride = -8, KVPRIM_ERROR_SIZE, "pages_stride is -8, less than max_pages, 4");
-    REFUSE(0, d.requests = most, KVPRIM_ERROR_SIZE, "requests is 9223372036854775807, which makes pages larger than");
-    REFUSE(0, d.max_pages = most, KVPRIM_ERROR_SIZE, "which makes pages larger");
-    REFUSE(0, d.pages_stride = most, KVPRIM_ERROR_SIZE, "which makes pages larger");
-    REFUSE(0, d.count = most, KVPRIM_ERROR_SIZE, "count is 9223372036854775807, which makes slot larger than");
-    REFUSE(1, d.requests = most; d.max_pages = 1, KVPRIM_ERROR_SIZE, "requests is");
-    REFUSE(0, d.slot_type = KVPRIM_I32; d.rows = ((int64_t)1 << 31) + 1, KVPRIM_ERROR_SIZE,
-                                        "rows is 2147483649, more than int32 slots can name, 2147483648");
-    kvprim_slots_desc good = good_slots(0), resolved;
-    good.slot_type = KVPRIM_I32, good.rows = (int64_t)1 << 31;
-    CHECK(kvprim_slots_check(&good, &resolved) == KVPRIM_OK && resolved.pages_stride == 4);
-    good.pages_stride = 9;
-    CHECK(kvprim_slots_check(&good, &resolved) == KVPRIM_OK && resolved.pages_stride == 9);
-}
-
-static void *plus(const void *p, size_t bytes)
-{
-    return (char *)(uintptr_t)p + bytes;
-}
-
-static void test_slots_places(void)
-{
-    struct slots_memory *const m = &slots_memory;
-    REFUSE(0, d.pages = plus(m->pages, 2), KVPRIM_ERROR_ARGUMENT, "is not aligned to its type");
-    REFUSE(0, d.request = plus(m->request, 1), KVPRIM_ERROR_ARGUMENT, "kvprim_slots: request (");
-    REFUSE(0, d.position = plus(m->position, 2), KVPRIM_ERROR_ARGUMENT, "position (");
-    REFUSE(1, d.cu_seqlens = plus(m->cu, 1), KVPRIM_ERROR_ARGUMENT, "cu_seqlens (");
-    REFUSE(1, d.starts = plus(m->starts, 2), KVPRIM_ERROR_ARGUMENT, "starts (");
-    REFUSE(0, d.slot = plus(m->slot, 2), KVPRIM_ERROR_ARGUMENT, "slot (");
-    REFUSE(0, d.rejected = (uint32_t *)plus(m->rejected, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
-    REFUSE(0, d.slot = m->position, KVPRIM_ERROR_OVERLAP, "overlaps position (");
-    REFUSE(0, d.slot = m->request + 7, KVPRIM_ERROR_OVERLAP, "overlaps request (");
-    REFUSE(0, d.slot = m->pages + 11, KVPRIM_ERROR_OVERLAP, "64 bytes) overlaps pages (");
-    REFUSE(0, d.slot = m->pages + 20; d.pages_stride = 9, KVPRIM_ERROR_OVERLAP, "176 bytes)"); /* 2 * 9 + 4 numbers */
-    REFUSE(1, d.slot = m->cu + 3, KVPRIM_ERROR_OVERLAP, "overlaps cu_seqlens (");
-    REFUSE(1, d.slot = m->starts + 2, KVPRIM_ERROR_OVERLAP, "24 bytes)");
-    REFUSE(0, d.slot = m->rejected, KVPRIM_ERROR_OVERLAP, "overlaps rejected (");
-    REFUSE(0, d.rejected = (uint32_t *)plus(m->position, 60), KVPRIM_ERROR_OVERLAP, "rejected (");
-    REFUSE(1, d.rejected = (uint32_t *)plus(m->pages, 92), KVPRIM_ERROR_OVERLAP, "overlaps pages (");
-    kvprim_slots_desc d = good_slots(0);
-    d.slot = m->pages + 12; /* right after the table */
-    CHECK(kvprim_slots(&d) == KVPRIM_OK);
-    d.request = d.position; /* inputs may be one */
-    CHECK(kvprim_slots(&d) == KVPRIM_OK);
-}
-#undef REFUSE
-
 static void run_slots(void)
 {
     run("slots: worked by hand", test_slots_by_hand);
     run("slots: forms x types x sizes", test_slots_matrix);
     run("slots: numbers near the ends of their types", test_slots_limits);
     run("slots: then a store and a gather", test_slots_then_store);
-    run("slots: bad descriptors", test_slots_missing);
-    run("slots: bad sizes", test_slots_sizes);
-    run("slots: alignment and overlap", test_slots_places);
 }
 
 #endif /* TEST_SLOTS_H */

@@ -43,12 +43,12 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 static inline uint32_t __funnelshift_r(uint32_t lo, uint32_t hi, uint32_t shift)
 {
-    return static_cast<uint32_t>((static_cast<uint64_t>(hi) << 32 | lo) >> (shift & 31));
+    return uint32_t((uint64_t(hi) << 32 | lo) >> (shift & 31));
 }
 
 static inline uint32_t __umulhi(uint32_t a, uint32_t b)
 {
-    return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+    return uint32_t(uint64_t(a) * b >> 32);
 }
 
 /* A thread may touch memory: the launch is not a dependent one, or the thread has waited for the kernel before. */
@@ -160,7 +160,7 @@ template <class Params> static void kvprim_emulate_note(const Params &)
 template <class Kernel, class Params>
 static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, const Params &params)
 {
-    const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
     if (blocks == 0 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535 || threads == 0 || threads > 1024) {
         printf("FAIL no GPU takes a launch of %llu blocks of %u threads\n", static_cast<unsigned long long>(blocks),
                threads);
@@ -177,8 +177,7 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
     kvprim_emulate_kernels.insert(reinterpret_cast<void (*)()>(kernel));
     for (uint64_t i = kvprim_emulate_last_only ? blocks - 1 : 0; i < blocks; i++) {
         const uint64_t block = kvprim_emulate_last_first && !kvprim_emulate_last_only ? blocks - 1 - i : i;
-        blockIdx = dim3(static_cast<unsigned>(block % grid.x), static_cast<unsigned>(block / grid.x % grid.y),
-                        static_cast<unsigned>(block / grid.x / grid.y));
+        blockIdx = dim3(unsigned(block % grid.x), unsigned(block / grid.x % grid.y), unsigned(block / grid.x / grid.y));
         kvprim_emulate_block(kernel, threads, params);
     }
 }
@@ -202,13 +201,13 @@ static inline bool kvpc_leaves_room(uint32_t)
 static inline uint4 kvpc_load16(uint64_t address)
 {
     kvprim_emulate_access(address, 16);
-    return *reinterpret_cast<const uint4 *>(static_cast<uintptr_t>(address));
+    return *reinterpret_cast<const uint4 *>(uintptr_t(address));
 }
 
 static inline void kvpc_store16(uint64_t address, uint4 v)
 {
     kvprim_emulate_access(address, 16);
-    *reinterpret_cast<uint4 *>(static_cast<uintptr_t>(address)) = v;
+    *reinterpret_cast<uint4 *>(uintptr_t(address)) = v;
 }
 
 static inline uint4 kvpc_load16_once(uint64_t address)
@@ -224,43 +223,43 @@ static inline void kvpc_store16_once(uint64_t address, uint4 v)
 static inline uint2 kvpc_load8(uint64_t address)
 {
     kvprim_emulate_access(address, 8);
-    return *reinterpret_cast<const uint2 *>(static_cast<uintptr_t>(address));
+    return *reinterpret_cast<const uint2 *>(uintptr_t(address));
 }
 
 static inline void kvpc_store8(uint64_t address, uint2 v)
 {
     kvprim_emulate_access(address, 8);
-    *reinterpret_cast<uint2 *>(static_cast<uintptr_t>(address)) = v;
+    *reinterpret_cast<uint2 *>(uintptr_t(address)) = v;
 }
 
 static inline float kvpc_load_f32(uint64_t address)
 {
     kvprim_emulate_access(address, 4);
-    return *reinterpret_cast<const float *>(static_cast<uintptr_t>(address));
+    return *reinterpret_cast<const float *>(uintptr_t(address));
 }
 
 static inline uint32_t kvpc_load_u8(uint64_t address)
 {
     kvprim_emulate_access(address, 1);
-    return *reinterpret_cast<const uint8_t *>(static_cast<uintptr_t>(address));
+    return *reinterpret_cast<const uint8_t *>(uintptr_t(address));
 }
 
 static inline int32_t kvpc_load_i32(uint64_t address)
 {
     kvprim_emulate_access(address, 4);
-    return *reinterpret_cast<const int32_t *>(static_cast<uintptr_t>(address));
+    return *reinterpret_cast<const int32_t *>(uintptr_t(address));
 }
 
 static inline int64_t kvpc_load_i64(uint64_t address)
 {
     kvprim_emulate_access(address, 8);
-    return *reinterpret_cast<const int64_t *>(static_cast<uintptr_t>(address));
+    return *reinterpret_cast<const int64_t *>(uintptr_t(address));
 }
 
 static inline char *kvpc_global(uint64_t address)
 {
     kvprim_emulate_access(address, 1);
-    return reinterpret_cast<char *>(static_cast<uintptr_t>(address));
+    return reinterpret_cast<char *>(uintptr_t(address));
 }
 
 static inline void kvpc_settle(uint64_t)
@@ -269,15 +268,15 @@ static inline void kvpc_settle(uint64_t)
 
 static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 {
-    return base + static_cast<uint64_t>(row) * stride;
+    return base + uint64_t(row) * stride;
 }
 
 /* AddressSanitizer knows whether the row is one. */
 static inline void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 {
     kvprim_emulate_access(row, 1);
-    (void)*reinterpret_cast<const volatile char *>(static_cast<uintptr_t>(row));
-    (void)*reinterpret_cast<const volatile char *>(static_cast<uintptr_t>(row + bytes - 1));
+    (void)*reinterpret_cast<const volatile char *>(uintptr_t(row));
+    (void)*reinterpret_cast<const volatile char *>(uintptr_t(row + bytes - 1));
 }
 
 static inline bool kvpc_has_pdl()
@@ -320,7 +319,7 @@ static bool kvpc_copy_rows(const Call *, void *dst, int64_t dst_stride, const vo
     gridDim = dim3(1);
     for (int64_t r = 0; r < rows && !kvprim_emulate_idle; r++)
         memcpy(static_cast<char *>(dst) + r * dst_stride, static_cast<const char *>(src) + r * src_stride,
-               static_cast<size_t>(row_bytes));
+               size_t(row_bytes));
     kvprim_emulate_copies++;
     return true;
 }
@@ -329,7 +328,7 @@ template <class Call> static bool kvpc_set_zeros(const Call *, void *dst, uint64
 {
     if (kvprim_emulate_refuse)
         return false;
-    memset(dst, 0, static_cast<size_t>(bytes));
+    memset(dst, 0, size_t(bytes));
     kvprim_emulate_copies++;
     return true;
 }

@@ -72,7 +72,7 @@ static void with_scale(choice &c, kvprim_scale_kind scale)
     for (choice_move *const m : {&c.k, &c.v}) {
         m->f.scale = scale;
         m->f.tile = scale == KVPRIM_SCALE_TENSOR || scale == 0 ? 0 : m->f.tile;
-        m->f.scale_dtype = scale ? m->f.scale_dtype : static_cast<kvprim_dtype>(0);
+        m->f.scale_dtype = scale ? m->f.scale_dtype : kvprim_dtype(0);
     }
 }
 
@@ -113,8 +113,8 @@ static void place_choice(arena *a, const choice_move *m, convert_side *s, const 
     s->table.page_stride = m->page_rows ? m->page_rows * s->table.stride + m->page_gap : 0;
     const int64_t pages = m->page_rows ? (rows + m->page_rows - 1) / m->page_rows : 0;
     const int64_t span = pages ? pages * s->table.page_stride : (rows ? rows : 1) * s->table.stride;
-    s->table.data = m->behind ? static_cast<char *>(k->table.data) + m->behind
-                              : reserve(a, static_cast<size_t>(span + m->tail), m->align);
+    s->table.data =
+        m->behind ? static_cast<char *>(k->table.data) + m->behind : reserve(a, size_t(span + m->tail), m->align);
     if (m->bytes) {
         *f = kvprim_format{};
         return;
@@ -128,10 +128,10 @@ static void place_choice(arena *a, const choice_move *m, convert_side *s, const 
                                : m->scale_pages_first  ? own
                                                        : in_page * own + m->scale_page_gap;
         const int64_t bytes = tiled ? (in_page + m->page_rows * pages) * own + pages * m->scale_page_gap : own;
-        f->scales = reserve(a, static_cast<size_t>(bytes), 0);
+        f->scales = reserve(a, size_t(bytes), 0);
         for (int64_t i = 0; i < bytes / scale_bytes; i++) {
-            const uint32_t scale = scale_bytes == 4 ? random_scale() : static_cast<uint32_t>(117 + below(20));
-            memcpy(static_cast<char *>(f->scales) + i * scale_bytes, &scale, static_cast<size_t>(scale_bytes));
+            const uint32_t scale = scale_bytes == 4 ? random_scale() : uint32_t(117 + below(20));
+            memcpy(static_cast<char *>(f->scales) + i * scale_bytes, &scale, size_t(scale_bytes));
         }
     }
     s->given = *f;
@@ -146,11 +146,11 @@ static void place_large(arena *a, const choice_move *m, convert_side *s)
     s->table = table_of(nullptr, m->count, row + m->large_pad);
     s->table.page_rows = m->large_page_rows;
     s->table.page_stride = m->large_page_rows ? m->large_page_rows * s->table.stride + 16 : 0;
-    const size_t bytes = static_cast<size_t>((m->count + m->large_page_rows) * (s->table.stride + 16));
+    const size_t bytes = size_t((m->count + m->large_page_rows) * (s->table.stride + 16));
     s->table.data = reserve(a, bytes, m->large_align);
     if (m->bytes)
         return;
-    fill_elements(s->table.data, m->large, bytes / static_cast<size_t>(size));
+    fill_elements(s->table.data, m->large, bytes / size_t(size));
     s->full = s->given = format_of(m->large);
     s->table.format = &s->given;
 }
@@ -204,7 +204,7 @@ static void run_choice(arena *a, const choice_case *which)
             return;
         }
     }
-    const size_t moves = static_cast<size_t>(c.moves);
+    const size_t moves = size_t(c.moves);
     CHECK(run_both(
               a, KVPRIM_OK, "-", true, [&] { return kvprim_cpu_move(host, moves); },
               [&] { return kvprim_cuda_move(on, moves, a->launch); }) == RAN);
@@ -213,7 +213,7 @@ static void run_choice(arena *a, const choice_case *which)
 
 /* ---- the cases ---- */
 
-static const kvprim_scale_kind no_scale = static_cast<kvprim_scale_kind>(0);
+static const kvprim_scale_kind no_scale = kvprim_scale_kind(0);
 
 /* The kernels of plain rows convert a store (C), one that computes scales (T) and a gather (C), or others do (G). */
 static const choice_case plain_choices[] = {
@@ -362,6 +362,16 @@ static const choice_case shape_choices[] = {
     {"tiles of 32 units, INT8", "T", [](choice &c) { with_elements(c, 512, 256), c.k.f.dtype = KVPRIM_INT8; }},
     {"gather of INT8", "C", [](choice &c) { with_gather(c), c.k.f.dtype = KVPRIM_INT8; }},
     {"gather of more than 1 MB", "C", [](choice &c) { with_gather(c), with_many(c, 2049); }},
+    {"gather of INT8 to fp16", "C",
+     [](choice &c) { with_gather(c), c.k.f.dtype = KVPRIM_INT8, c.k.large = KVPRIM_F16; }},
+    {"gather of INT8 to fp32", "C",
+     [](choice &c) { with_gather(c), c.k.f.dtype = KVPRIM_INT8, c.k.large = KVPRIM_F32; }},
+    {"gather to fp16", "C", [](choice &c) { with_gather(c), c.k.large = KVPRIM_F16; }},
+    {"gather to fp32", "C", [](choice &c) { with_gather(c), c.k.large = KVPRIM_F32; }},
+    {"gather of more than 1 MB to fp16", "C",
+     [](choice &c) { with_gather(c), with_many(c, 2049), c.k.large = KVPRIM_F16; }},
+    {"gather of more than 1 MB to fp32", "C",
+     [](choice &c) { with_gather(c), with_many(c, 2049), c.k.large = KVPRIM_F32; }},
     {"gather of more than 1 MB, odd", "C",
      [](choice &c) { with_gather(c), with_elements(c, 264, 88), with_many(c, 2049); }},
     {"store of 1 MB", "C", [](choice &c) { with_scale(c, KVPRIM_SCALE_TENSOR), with_many(c, 2048); }},
@@ -514,11 +524,10 @@ static void run_line(arena *a, const line_case *c)
     const int64_t stride = run * row_bytes + m.near_pad, step = rows * stride + m.run_gap;
     kvprim_transfer_desc d = {};
     empty(a);
-    char *const near_memory = static_cast<char *>(
-        reserve(a, static_cast<size_t>((m.layers + run - 1) / run * step + m.run_shift), m.near_align));
+    char *const near_memory = reserve<char>(a, size_t((m.layers + run - 1) / run * step + m.run_shift), m.near_align);
     for (int32_t l = 0; l < m.layers; l++) {
         near_layers[l] = near_memory + l / run * step + l % run * row_bytes + (l / run == 2 ? m.run_shift : 0);
-        far_layers[l] = reserve(a, static_cast<size_t>(m.heads * head), l + 1 == m.layers ? m.far_align : 0);
+        far_layers[l] = reserve(a, size_t(m.heads * head), l + 1 == m.layers ? m.far_align : 0);
     }
     kvprim_table near_table = table_of(nullptr, rows, stride), far_table = table_of(nullptr, rows, m.unit);
     far_table.heads = m.heads, far_table.head_stride = head;

@@ -55,15 +55,15 @@ static uint32_t random_f32()
                                      0x43e00000, 0x43e80000, 0x47600000, 0x42fe0000, 0x42ff0000, 0x3a800000};
     switch (below(8)) {
     case 0:
-        return static_cast<uint32_t>(below(UINT64_C(1) << 32));
+        return uint32_t(below(UINT64_C(1) << 32));
     case 1:
         return edges[below(sizeof edges / sizeof *edges)];
     case 2:
-        return bits_of_float((static_cast<float>(below(4096)) - 2048) / 16);
+        return bits_of_float((float(below(4096)) - 2048) / 16);
     case 3:
-        return static_cast<uint32_t>(below(2) << 31 | (107 + below(40)) << 23 | below(1 << 23));
+        return uint32_t(below(2) << 31 | (107 + below(40)) << 23 | below(1 << 23));
     default:
-        return static_cast<uint32_t>(below(2) << 31 | (120 + below(10)) << 23 | below(1 << 23));
+        return uint32_t(below(2) << 31 | (120 + below(10)) << 23 | below(1 << 23));
     }
 }
 
@@ -77,8 +77,7 @@ static void fill_elements(void *to, kvprim_dtype type, size_t count)
             x = bits >> 16;
         else if (type == KVPRIM_F16 && a >= 0x38800000 && a < 0x47800000 && !chance(4))
             x = sign | (a - 0x38000000) >> 13;
-        memcpy(static_cast<char *>(to) + i * static_cast<size_t>(bytes_of_type(type)), &x,
-               static_cast<size_t>(bytes_of_type(type)));
+        memcpy(static_cast<char *>(to) + i * size_t(bytes_of_type(type)), &x, size_t(bytes_of_type(type)));
     }
 }
 
@@ -88,8 +87,7 @@ static uint32_t random_scale()
                                      0xbf800000, 0x00000001, 0x1f800000, 0x5f800000, 0x1f7fffff, 0x5f800001};
     if (chance(4))
         return edges[below(sizeof edges / sizeof *edges)];
-    return static_cast<uint32_t>((chance(8) ? 64 + below(128) : 117 + below(16)) << 23 |
-                                 (chance(3) ? 0 : below(1 << 23)));
+    return uint32_t((chance(8) ? 64 + below(128) : 117 + below(16)) << 23 | (chance(3) ? 0 : below(1 << 23)));
 }
 
 /* ---- one case in memory ---- */
@@ -130,11 +128,10 @@ static void place_plain(arena *a, convert_side *s, kvprim_dtype type, const plac
     l.heads = l.heads > 0 && elements % l.heads == 0 ? l.heads : 0;
     s->row_bytes = elements * size;
     s->table = lay_out(&l, rows, s->row_bytes, &span);
-    s->layer_stride = round_up(static_cast<int64_t>(span), size);
-    s->table.data =
-        reserve(a, static_cast<size_t>(s->layer_stride * layers), at.align % 16 * static_cast<size_t>(size));
+    s->layer_stride = round_up(int64_t(span), size);
+    s->table.data = reserve(a, size_t(s->layer_stride * layers), at.align % 16 * size_t(size));
     s->full = s->given = format_of(type);
-    fill_elements(s->table.data, type, static_cast<size_t>(s->layer_stride * layers / size));
+    fill_elements(s->table.data, type, size_t(s->layer_stride * layers / size));
 }
 
 /* Scales of the rows of a table in memory of their own. */
@@ -153,12 +150,11 @@ static void place_own_scales(arena *a, const convert_case *c, convert_side *s, i
     if (tiles)
         layer = t->page_rows ? (pages ? pages : 1) * f->scale_page_stride : in_page * f->scale_stride;
     f->scale_layer_stride = tiles || c->n % 2 ? layer : 0;
-    const size_t bytes = static_cast<size_t>(f->scale_layer_stride * (layers - 1) + layer);
-    f->scales = reserve(a, bytes, static_cast<size_t>(size) * below(5));
-    for (size_t i = 0; i < bytes / static_cast<size_t>(size); i++) {
-        const uint32_t scale =
-            size == 4 ? random_scale() : static_cast<uint32_t>(chance(4) ? below(256) : 117 + below(20));
-        memcpy(static_cast<char *>(f->scales) + i * static_cast<size_t>(size), &scale, static_cast<size_t>(size));
+    const size_t bytes = size_t(f->scale_layer_stride * (layers - 1) + layer);
+    f->scales = reserve(a, bytes, size_t(size) * below(5));
+    for (size_t i = 0; i < bytes / size_t(size); i++) {
+        const uint32_t scale = size == 4 ? random_scale() : uint32_t(chance(4) ? below(256) : 117 + below(20));
+        memcpy(static_cast<char *>(f->scales) + i * size_t(size), &scale, size_t(size));
     }
     s->given = *f;
     if (layers > 1 && f->scale_layer_stride == 0)
@@ -187,7 +183,7 @@ static void place_in_table(arena *a, const convert_case *c, convert_side *s, con
     s->table.page_rows = page_rows, s->table.page_stride = page_rows ? page + (c->where == IN_ROW ? size : 0) : 0;
     s->layer_stride =
         round_up((page_rows ? (pages ? pages : 1) * s->table.page_stride : (rows ? rows : 1) * stride), 16);
-    s->table.data = reserve(a, static_cast<size_t>(s->layer_stride * layers), static_cast<size_t>(size) * at.align);
+    s->table.data = reserve(a, size_t(s->layer_stride * layers), size_t(size) * at.align);
     f->scale_offset = c->where == IN_ROW ? offset : behind;
     f->scale_tile_stride = size;
     f->scale_stride = c->where == IN_ROW ? stride : scales;
@@ -210,7 +206,7 @@ static void place_small(arena *a, const convert_case *c, convert_side *s, const 
     f.scale_inverse = c->inverse && (written || c->scale == KVPRIM_SCALE_TILE);
     f.scale_min = c->scale == KVPRIM_SCALE_TILE && c->n % 5 == 2 ? 1.0f / 512 : 0;
     if (c->scale == 0)
-        f.scale_dtype = static_cast<kvprim_dtype>(0), f.scale_inverse = 0;
+        f.scale_dtype = kvprim_dtype(0), f.scale_inverse = 0;
     if (type == KVPRIM_INT8 && written && c->n % 4)
         f.nans = reserve_counter(a);
     s->full = s->given = f;
@@ -225,7 +221,7 @@ static void place_small(arena *a, const convert_case *c, convert_side *s, const 
     if (c->scale == KVPRIM_SCALE_TILE && c->tile == 0)
         s->given.tile = 0;
     if (!c->is_e8m0)
-        s->given.scale_dtype = static_cast<kvprim_dtype>(0);
+        s->given.scale_dtype = kvprim_dtype(0);
 }
 
 static void place_side(arena *a, const convert_case *c, convert_side *s, bool dst, int64_t rows)
@@ -479,8 +475,8 @@ static void say_case(const convert_case *c, char *what, size_t room)
     snprintf(what, room,
              "%d <- %d, scale %d, %lld elements, tile %lld, scales %d, e8m0 %d, power of two %d, inverse %d, v %d, "
              "case %u",
-             c->to, c->from, c->scale, static_cast<long long>(c->elements), static_cast<long long>(c->tile), c->where,
-             c->is_e8m0, c->power_of_two, c->inverse, c->v, c->n);
+             c->to, c->from, c->scale, print_i64(c->elements), print_i64(c->tile), c->where, c->is_e8m0,
+             c->power_of_two, c->inverse, c->v, c->n);
 }
 
 static void run_convert(arena *a, const convert_case *c)
@@ -536,19 +532,19 @@ static convert_case convert_case_of(unsigned n, kvprim_dtype to, kvprim_dtype fr
     const auto &size = convert_sizes[n % n_convert_sizes];
     const bool small = is_small(to) || is_small(from), tiles = small && scale == KVPRIM_SCALE_TILE;
     c.to = to, c.from = from, c.n = n;
-    c.scale = static_cast<kvprim_scale_kind>(small ? scale : 0);
+    c.scale = kvprim_scale_kind(small ? scale : 0);
     c.elements = size.elements;
     c.tile = c.scale == KVPRIM_SCALE_HEAD && size.tile == 0 ? size.elements : size.tile;
-    c.where = tiles ? static_cast<scale_place>(n / 3 % n_scale_places) : OWN_MEMORY;
+    c.where = tiles ? scale_place(n / 3 % n_scale_places) : OWN_MEMORY;
     c.is_e8m0 = c.scale && n % 7 == 3;
     c.power_of_two = n % 3 == 2;
     c.inverse = n % 4 == 3;
-    c.form = static_cast<convert_form>(n / 2 % n_convert_forms);
+    c.form = convert_form(n / 2 % n_convert_forms);
     c.dst = {n * 5 % (2 * n_layouts), n % 2 ? n / 4 % 16 : 0};
     c.src = {n / 2 * 3 % (2 * n_layouts), n % 2 ? n / 8 % 16 : 0};
     c.count = 1 + n * 7 % 40, c.rows = c.count + 3;
     c.layers = 1 + int32_t(n % 3), c.indexed = n / 5 % 4;
-    c.v = n % 5 < 3 ? static_cast<v_form>(n % 5) : NO_V;
+    c.v = n % 5 < 3 ? v_form(n % 5) : NO_V;
     return c;
 }
 
@@ -560,10 +556,26 @@ static void convert_matrix(arena *a)
             for (int scale = 0; scale <= KVPRIM_SCALE_TILE; scale++, n++) {
                 if (scale && !is_small(pair.first) && !is_small(pair.second))
                     continue;
-                const convert_case c =
-                    convert_case_of(n * 11 + static_cast<unsigned>(below(1024)), pair.first, pair.second, scale);
+                const convert_case c = convert_case_of(n * 11 + unsigned(below(1024)), pair.first, pair.second, scale);
                 run_convert(a, &c);
             }
+}
+
+/* Row i to row i. */
+static int32_t *place_identity(arena *a, int64_t count)
+{
+    int32_t *const slot = reserve<int32_t>(a, size_t(count) * 4, 0);
+    a->index_room = count;
+    for (int32_t i = 0; i < count; i++)
+        slot[i] = i;
+    return slot;
+}
+
+/* Both sides say their formats in full. */
+static void give_formats(convert_call *call)
+{
+    call->dst.given = call->dst.full, call->src.given = call->src.full;
+    call->dst.table.format = &call->dst.given, call->src.table.format = &call->src.given;
 }
 
 /* ---- every input ---- */
@@ -577,8 +589,7 @@ static const uint32_t every_scale[] = {0x3f800000, 0x00800000, 0x7f000000, 0x1f8
 static void every_element(kvprim_dtype type, void *to, size_t count)
 {
     for (uint32_t i = 0; type != KVPRIM_F32 && i < count; i++)
-        memcpy(static_cast<char *>(to) + i * static_cast<size_t>(bytes_of_type(type)), &i,
-               static_cast<size_t>(bytes_of_type(type)));
+        memcpy(static_cast<char *>(to) + i * size_t(bytes_of_type(type)), &i, size_t(bytes_of_type(type)));
     if (type == KVPRIM_F32)
         fill_elements(to, type, count);
 }
@@ -594,12 +605,9 @@ static void one_every_input(arena *a, kvprim_dtype to, kvprim_dtype from, uint32
     empty(a);
     call.dst.full = format_of(to), call.src.full = format_of(from);
     call.dst.row_bytes = elements * bytes_of_type(to), call.src.row_bytes = elements * bytes_of_type(from);
-    call.dst.table = table_of(
-        reserve(a, static_cast<size_t>(rows * call.dst.row_bytes), odd * static_cast<size_t>(bytes_of_type(to))), rows);
-    call.src.table = table_of(
-        reserve(a, static_cast<size_t>(count * call.src.row_bytes), odd * static_cast<size_t>(bytes_of_type(from))),
-        count);
-    every_element(from, call.src.table.data, static_cast<size_t>(count * elements));
+    call.dst.table = table_of(reserve(a, size_t(rows * call.dst.row_bytes), odd * size_t(bytes_of_type(to))), rows);
+    call.src.table = table_of(reserve(a, size_t(count * call.src.row_bytes), odd * size_t(bytes_of_type(from))), count);
+    every_element(from, call.src.table.data, size_t(count * elements));
     if (small) {
         quantised->full.scale = KVPRIM_SCALE_TENSOR, quantised->full.scale_inverse = inverse && is_small(to);
         quantised->full.scales = reserve(a, 4, 0);
@@ -607,12 +615,8 @@ static void one_every_input(arena *a, kvprim_dtype to, kvprim_dtype from, uint32
     }
     if (to == KVPRIM_INT8)
         call.dst.full.nans = reserve_counter(a);
-    call.dst.given = call.dst.full, call.src.given = call.src.full;
-    call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
-    int32_t *const slot = static_cast<int32_t *>(reserve(a, static_cast<size_t>(count) * 4, 0));
-    a->index_room = count;
-    for (int32_t i = 0; i < count; i++)
-        slot[i] = i;
+    give_formats(&call);
+    const int32_t *const slot = place_identity(a, count);
     snprintf(what, sizeof what, "every input, %d <- %d, scale %08x, inverse %d, odd %zu", to, from, scale, inverse,
              odd);
     const kvprim_store_desc d =
@@ -625,7 +629,7 @@ static void every_input(arena *a)
     unsigned n = 0;
     for (const auto &pair : convert_pairs())
         for (const uint32_t scale : every_scale) {
-            if (n++ % static_cast<unsigned>(thin > 7 ? 7 : 1))
+            if (n++ % unsigned(thin > 7 ? 7 : 1))
                 continue;
             one_every_input(a, pair.first, pair.second, scale, n % 3 == 0, n % 2);
             if (!is_small(pair.first) && !is_small(pair.second))
@@ -648,34 +652,26 @@ static void run_convert_moves(arena *a, unsigned n)
     empty(a);
     start_visit(a);
     for (unsigned k = 0; k < 1 + n % most; k++) {
-        convert_case c = convert_case_of(n * 7 + k, to[(n + k) % 4], from[(n + k) % 4], static_cast<int>((n + k) % 4));
+        convert_case c = convert_case_of(n * 7 + k, to[(n + k) % 4], from[(n + k) % 4], int((n + k) % 4));
         c.form = is_small(c.to) ? CONVERT_STORE : CONVERT_GATHER;
-        c.v = is_small(c.to) ? static_cast<v_form>((n + k) % n_v_forms) : NO_V;
+        c.v = is_small(c.to) ? v_form((n + k) % n_v_forms) : NO_V;
         make_convert(a, &c, &calls[k]);
     }
     a->taken.assign(a->used, 0);
-    for (unsigned k = 0; k < 1 + n % most; k++) {
-        convert_call *const call = &calls[k];
-        formats[k].reset(new device_formats(a, call));
-        if (call->gather.count) {
-            kvprim_gather_desc d = call->gather, resolved;
-            good =
-                good && kvprim_gather_check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call);
-            good = good && kvprim_gather_moves(&d, &host[moves]) == KVPRIM_OK;
-            d = on_device(a, d);
-            formats[k]->point(&d);
-            good = good && kvprim_gather_moves(&d, &on[moves]) == KVPRIM_OK;
-            moves++;
-        } else {
-            kvprim_store_desc d = call->store, resolved;
-            good = good && kvprim_store_check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call);
-            good = good && kvprim_store_moves(&d, &host[moves]) == KVPRIM_OK;
-            d = on_device(a, d);
-            formats[k]->point(&d);
-            good = good && kvprim_store_moves(&d, &on[moves]) == KVPRIM_OK;
-            moves += 2;
-        }
-    }
+    const auto add = [&](auto d, const convert_call *call, size_t parts) {
+        auto resolved = d, device = on_device(a, d);
+        typedef functions<decltype(d)> function;
+        formats[call - calls].reset(new device_formats(a, call));
+        formats[call - calls]->point(&device);
+        good = good && function::check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call) &&
+               function::moves(&d, &host[moves]) == KVPRIM_OK && function::moves(&device, &on[moves]) == KVPRIM_OK;
+        moves += parts;
+    };
+    for (unsigned k = 0; k < 1 + n % most; k++)
+        if (calls[k].gather.count)
+            add(calls[k].gather, &calls[k], 1);
+        else
+            add(calls[k].store, &calls[k], 2); /* it writes two moves */
     snprintf(current, sizeof current, "%zu moves, some convert, case %u", moves, n);
     if (!good)
         fail("%s: %s", current, kvprim_last_error());
@@ -699,10 +695,9 @@ static void convert_counts(arena *a, const int64_t *row_counts, size_t n)
     for (size_t i = 0; i < n; i++)
         for (unsigned k = 0; k < 6; k++) {
             const bool small = k % 2 != 0;
-            convert_case c = convert_case_of(k + static_cast<unsigned>(i), small ? KVPRIM_F8E4M3 : KVPRIM_F16,
-                                             small ? KVPRIM_BF16 : KVPRIM_INT8, static_cast<int>(k % 4));
-            c.elements = 16, c.tile = 8, c.count = row_counts[i], c.rows = c.count + 5,
-            c.layers = 1 + static_cast<int32_t>(k % 2);
+            convert_case c = convert_case_of(k + unsigned(i), small ? KVPRIM_F8E4M3 : KVPRIM_F16,
+                                             small ? KVPRIM_BF16 : KVPRIM_INT8, int(k % 4));
+            c.elements = 16, c.tile = 8, c.count = row_counts[i], c.rows = c.count + 5, c.layers = 1 + int32_t(k % 2);
             c.form = k < 3 ? CONVERT_TRANSFER : small ? CONVERT_STORE : CONVERT_GATHER, c.v = NO_V;
             c.n = k == 1 ? 4 * 8 : 8 * (HOST_LISTS + k % 4); /* how rows are named: see run_convert */
             c.indexed = 1 + k % 3;
@@ -726,37 +721,37 @@ static void run_preset(arena *a, const preset_case *c, bool store)
     CHECK(kvprim_preset_find(c->name, none, c->rows, c->page_rows, 0, &host) == KVPRIM_OK);
     const int64_t page = host.k_cache.page_stride + c->page_gap, pages = (c->rows + c->page_rows - 1) / c->page_rows;
     const int64_t elements = host.k_elements, v_bytes = host.v_elements * 2;
-    const size_t bytes = static_cast<size_t>(page * pages);
-    unsigned char *const cache = static_cast<unsigned char *>(reserve(a, bytes, 0));
+    const size_t bytes = size_t(page * pages);
+    unsigned char *const cache = reserve<unsigned char>(a, bytes, 0);
     CHECK(kvprim_preset_find(c->name, cache, c->rows, c->page_rows, page, &host) == KVPRIM_OK);
     CHECK(kvprim_preset_find(c->name, on_device(a, cache), c->rows, c->page_rows, page, &on) == KVPRIM_OK);
     kvprim_format bf16 = format_of(KVPRIM_BF16);
-    kvprim_table k = table_of(reserve(a, static_cast<size_t>(c->count * elements * 2), 0), c->count);
-    kvprim_table v =
-        v_bytes ? table_of(reserve(a, static_cast<size_t>(c->count * v_bytes), 0), c->count) : table_of(nullptr, 0);
-    fill_elements(k.data, KVPRIM_BF16, static_cast<size_t>(c->count * elements));
+    kvprim_table k = table_of(reserve(a, size_t(c->count * elements * 2), 0), c->count);
+    kvprim_table v = v_bytes ? table_of(reserve(a, size_t(c->count * v_bytes), 0), c->count) : table_of(nullptr, 0);
+    fill_elements(k.data, KVPRIM_BF16, size_t(c->count * elements));
     k.format = &bf16;
     void *const slot = place_index(a, KVPRIM_I64, c->count, 0, c->rows, store);
     snprintf(current, sizeof current, "preset %s, %s, %lld rows of %lld, pages of %lld", c->name,
-             store ? "store" : "gather", static_cast<long long>(c->count), static_cast<long long>(c->rows),
-             static_cast<long long>(c->page_rows));
+             store ? "store" : "gather", print_i64(c->count), print_i64(c->rows), print_i64(c->page_rows));
     start_visit(a);
     a->allowed.push_back({0, a->used});
+    const auto run_call = [a](const auto &d, const auto &e) {
+        typedef functions<typename std::decay<decltype(d)>::type> function;
+        CHECK(run_both(
+                  a, KVPRIM_OK, "-", true, [&] { return function::host(&d); },
+                  [&] { return function::gpu(&e, a->launch); }) == RAN);
+    };
     if (store) {
         kvprim_store_desc d = store_of(host.k_cache, k, elements * 2, slot, KVPRIM_I64, c->count, nullptr);
         d.v_cache = host.v_cache, d.v = v, d.v_bytes = v_bytes;
         kvprim_store_desc e = on_device(a, d);
         e.k_cache = on.k_cache, e.v_cache = on.v_cache;
-        CHECK(run_both(
-                  a, KVPRIM_OK, "-", true, [&] { return kvprim_store(&d); },
-                  [&] { return kvprim_cuda_store(&e, a->launch); }) == RAN);
+        run_call(d, e);
     } else {
         const kvprim_gather_desc d = gather_of(k, host.k_cache, elements, slot, KVPRIM_I64, 0, c->count, nullptr);
         kvprim_gather_desc e = on_device(a, d);
         e.src = on.k_cache;
-        CHECK(run_both(
-                  a, KVPRIM_OK, "-", true, [&] { return kvprim_gather(&d); },
-                  [&] { return kvprim_cuda_gather(&e, a->launch); }) == RAN);
+        run_call(d, e);
     }
 }
 
@@ -786,11 +781,10 @@ static void convert_heads_apart(arena *a)
         const int64_t size = bytes_of_type(apart->given.dtype);
         apart->table.heads = heads, apart->table.head_stride = (piece + 1 + n / 4) * size;
         apart->table.stride = round_up(heads * apart->table.head_stride, 64);
-        apart->table.data = reserve(a, static_cast<size_t>(count * apart->table.stride), 0);
-        fill_elements(apart->table.data, apart->given.dtype, static_cast<size_t>(count * apart->table.stride / size));
-        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
-        kvprim_transfer_desc d = {};
-        d.dst = call.dst.table, d.src = call.src.table, d.row_bytes = call.src.row_bytes, d.count = count;
+        apart->table.data = reserve(a, size_t(count * apart->table.stride), 0);
+        fill_elements(apart->table.data, apart->given.dtype, size_t(count * apart->table.stride / size));
+        give_formats(&call);
+        const kvprim_transfer_desc d = transfer_of(call.dst.table, call.src.table, call.src.row_bytes, count);
         CHECK(try_convert(a, &d, &call, "heads apart") == RAN);
     }
 }
@@ -816,22 +810,19 @@ static void convert_edges(arena *a)
             f->scale_stride = kind == SCALES_APART ? tiles * step : stride;
         }
         if (kind == SCALES_APART)
-            f->scales = reserve(a, static_cast<size_t>(count * tiles * step - step + 4), 0);
+            f->scales = reserve(a, size_t(count * tiles * step - step + 4), 0);
         reserve(a, behind, 0);
-        call.dst.table = table_of(reserve(a, static_cast<size_t>(count * stride), 0), count, stride);
-        call.dst.row_bytes = elements, call.dst.given = *f;
+        call.dst.table = table_of(reserve(a, size_t(count * stride), 0), count, stride);
+        call.dst.row_bytes = elements;
         reserve(a, behind, 0);
-        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
-        int32_t *const slot = static_cast<int32_t *>(reserve(a, static_cast<size_t>(count) * 4, 0));
-        a->index_room = count;
-        for (int32_t i = 0; i < count; i++)
-            slot[i] = i;
+        give_formats(&call);
+        const int32_t *const slot = place_identity(a, count);
         kvprim_store_desc d =
             store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, count, nullptr);
         if (kind == V_APART) {
             d.v_bytes = call.v_dst.row_bytes = call.v_src.row_bytes = v_bytes;
-            d.v_cache = call.v_dst.table = table_of(reserve(a, static_cast<size_t>(count * v_bytes), 0), count);
-            d.v = call.v_src.table = table_of(reserve(a, static_cast<size_t>(count * v_bytes), 0), count);
+            d.v_cache = call.v_dst.table = table_of(reserve(a, size_t(count * v_bytes), 0), count);
+            d.v = call.v_src.table = table_of(reserve(a, size_t(count * v_bytes), 0), count);
         }
         CHECK(try_convert(a, &d, &call, "edges of rows") == RAN);
     }
@@ -852,14 +843,14 @@ static void convert_empty(arena *a)
                                                                                  into ? &call.src : &call.dst;
                     empty(a);
                     none->full = format_of(KVPRIM_F8E4M3);
-                    none->full.scale = static_cast<kvprim_scale_kind>(scale), none->full.scale_offset = 64;
+                    none->full.scale = kvprim_scale_kind(scale), none->full.scale_offset = 64;
                     none->full.tile = scale == KVPRIM_SCALE_TENSOR ? 0 : 64;
                     none->given = none->full, none->row_bytes = elements;
                     none->table = table_of(nullptr, 0);
                     none->table.format = &none->given;
                     place_plain(a, other, KVPRIM_BF16, {0, 0}, count, elements, 1);
                     other->table.format = &other->given;
-                    int32_t *const index = static_cast<int32_t *>(reserve(a, 4 * static_cast<size_t>(count), 0));
+                    int32_t *const index = reserve<int32_t>(a, 4 * size_t(count), 0);
                     index[0] = 0, index[1] = -1, index[2] = 7;
                     a->index_room = count;
                     uint32_t *const rejected = reserve_counter(a);
@@ -907,14 +898,13 @@ static void convert_claimed(arena *a)
         place_plain(a, &call.dst, type, {0, n / 4}, rows, elements, 1);
         call.dst.table.rows = int64_t(1) << 33;
         call.dst.table.stride = n % 2 ? 2 * elements : elements + 8;
-        call.dst.table.data = reserve(a, static_cast<size_t>(rows * call.dst.table.stride), 0);
+        call.dst.table.data = reserve(a, size_t(rows * call.dst.table.stride), 0);
         if (n % 2) {
             call.dst.full.scale = KVPRIM_SCALE_TILE, call.dst.full.tile = 24, call.dst.full.scale_dtype = KVPRIM_F32;
             call.dst.full.scale_offset = elements, call.dst.full.scale_tile_stride = 4;
             call.dst.full.scale_stride = call.dst.table.stride;
         }
-        call.dst.given = call.dst.full;
-        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
+        give_formats(&call);
         const kvprim_store_desc d =
             store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I64, count, nullptr);
         CHECK(try_convert(a, &d, &call, "claimed rows") == RAN);

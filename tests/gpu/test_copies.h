@@ -8,22 +8,11 @@ using copy_items = std::vector<kvprim_copy_item>;
 
 /* ---- one list, by the host function and by the code under test ---- */
 
-/* Allows access to a list's bytes, as the contract states it. Returns false if they lie outside the memory, or if
-   destinations overlap: then their bytes are unspecified. */
 static bool visit_copies(arena *a, const copy_items &items)
 {
-    for (const kvprim_copy_item &c : items) {
-        const size_t src = offset_of(a, c.src), dst = offset_of(a, c.dst);
-        if (c.bytes == 0)
-            continue;
-        if (c.bytes > a->used || (c.src && src > a->used - c.bytes) || dst > a->used - c.bytes ||
-            memchr(&a->taken[dst], 1, c.bytes))
+    for (const kvprim_copy_item &c : items)
+        if (!visit_bytes(a, c.src, c.dst, c.bytes))
             return false;
-        memset(&a->taken[dst], 1, c.bytes);
-        a->allowed.push_back({dst, c.bytes});
-        if (c.src)
-            a->allowed.push_back({src / 16 * 16, (src + c.bytes + 15) / 16 * 16 - src / 16 * 16});
-    }
     return true;
 }
 
@@ -76,74 +65,31 @@ static outcome try_copy(arena *a, const copy_items &items, const char *what, int
 enum zeros_of { NO_ZEROS, SOME_ZEROS, ALL_ZEROS, n_zeros };
 
 /* The fragments of a batch, as copies; SOME_ZEROS: about every third one has no source. */
-static copy_items items_of(const std::vector<kvprim_fragment> &fragments, unsigned char *dst, const unsigned char *src,
-                           zeros_of zeros)
+static void copy_batch(arena *a, const placed_batch &b, zeros_of zeros, const std::string &what)
 {
     copy_items items;
-    for (const kvprim_fragment &f : fragments)
-        items.push_back({zeros == ALL_ZEROS || (zeros == SOME_ZEROS && chance(3)) ? nullptr : src + f.src_offset,
-                         dst + f.dst_offset, f.bytes});
-    return items;
+    for (const kvprim_fragment &f : b.f)
+        items.push_back({zeros == ALL_ZEROS || (zeros == SOME_ZEROS && chance(3)) ? nullptr : b.src + f.src_offset,
+                         b.dst + f.dst_offset, f.bytes});
+    CHECK(try_copy(a, items, (what + ", zeros " + std::to_string(zeros)).c_str()) == RAN);
 }
 
 static void one_copy_batch(arena *a, const batch_case *c, zeros_of zeros)
 {
-    std::vector<kvprim_fragment> f(c->count);
-    char what[240];
-    for (size_t i = 0; i < c->count; i++)
-        f[i].bytes = size_of(c, i);
-    const uint64_t dst_bytes = place_side(c, c->dst, &f, &kvprim_fragment::dst_offset);
-    const uint64_t src_bytes = place_side(c, c->src, &f, &kvprim_fragment::src_offset);
-    empty(a);
-    unsigned char *const dst = static_cast<unsigned char *>(reserve(a, dst_bytes, c->dst_align));
-    unsigned char *const src = static_cast<unsigned char *>(reserve(a, src_bytes, c->src_align));
-    snprintf(what, sizeof what, "%zu of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, zeros %d",
-             c->count, static_cast<unsigned long long>(c->bytes), sizes_names[c->kind], order_names[c->dst],
-             order_names[c->src], static_cast<unsigned long long>(c->unit), c->dst_align, c->src_align, zeros);
-    CHECK(try_copy(a, items_of(f, dst, src, zeros), what) == RAN);
+    copy_batch(a, place_batch(a, c), zeros, say_batch(c));
 }
 
-/* Every size and kind; orders, zeros, alignments and counts vary with them. */
 static void copy_matrix(arena *a, uint64_t most_bytes)
 {
-    static const size_t counts_of[] = {1, 2, 3, 7, 33, 100, 330}, runs[] = {1, 2, 5};
-    static const uint64_t units[] = {1, 16, 256, 4};
-    unsigned n = 0;
-    for (const uint64_t bytes : fragment_sizes)
-        for (int kind = 0; kind < n_sizes; kind++)
-            for (int zeros = 0; zeros < n_zeros; zeros++)
-                for (int order_of = 0; order_of < 4; order_of++, n++) {
-                    const size_t count = counts_of[n % 7];
-                    if ((count + (kind == ONE_LARGE ? 300 : 0)) * bytes > most_bytes)
-                        continue;
-                    const bool odd = n / 3 % 2;
-                    const batch_case c = {count,
-                                          bytes,
-                                          static_cast<sizes>(kind),
-                                          order_of % 2 ? SHUFFLED : IN_ORDER,
-                                          order_of / 2 ? ANYWHERE : IN_ORDER,
-                                          units[n % 4],
-                                          odd ? n / 6 % 16 : 0,
-                                          odd ? n / 96 % 16 : 0,
-                                          runs[n % 3]};
-                    one_copy_batch(a, &c, static_cast<zeros_of>(zeros));
-                }
+    each_batch(most_bytes, 4 * n_zeros, [a](unsigned, unsigned variant, batch_case c) {
+        c.dst = variant % 2 ? SHUFFLED : IN_ORDER, c.src = variant / 2 % 2 ? ANYWHERE : IN_ORDER;
+        one_copy_batch(a, &c, zeros_of(variant / 4));
+    });
 }
 
-/* Copies of one length at all 16 x 16 alignments; in every other round the lengths differ a little. */
 static void one_copy_length(arena *a, size_t bytes, bool vary)
 {
-    const size_t slot = (bytes + 64 + 15) / 16 * 16;
-    copy_items items;
-    char what[80];
-    empty(a);
-    unsigned char *const dst = static_cast<unsigned char *>(reserve(a, 256 * slot, 0));
-    unsigned char *const src = static_cast<unsigned char *>(reserve(a, 256 * slot, 0));
-    for (size_t i = 0; i < 256; i++)
-        items.push_back({vary && i % 37 == 5 ? nullptr : src + (i * 7 + 3) % 256 * slot + 16 + i / 16,
-                         dst + i * slot + 16 + i % 16, bytes + (vary ? i * 5 % 4 : 0)});
-    snprintf(what, sizeof what, "%zu%s bytes at all alignments", bytes, vary ? " to 3 more, and zeros" : "");
-    CHECK(try_copy(a, items, what) == RAN);
+    copy_batch(a, place_lengths(a, bytes, vary), vary ? SOME_ZEROS : NO_ZEROS, say_length(bytes, vary));
 }
 
 /* Blocks of memory in turn for sources and destinations, as of many tensors: all copies lie between others. */
@@ -164,8 +110,8 @@ static void scattered_copies(arena *a, size_t count, uint64_t most, bool aligned
     }
     for (size_t i = count; i > 1; i--)
         std::swap(items[i - 1], items[below(i)]);
-    snprintf(what, sizeof what, "%zu scattered ones up to %llu bytes, aligned %d, zeros %d", count,
-             static_cast<unsigned long long>(most), aligned, zeros);
+    snprintf(what, sizeof what, "%zu scattered ones up to %llu bytes, aligned %d, zeros %d", count, print_u64(most),
+             aligned, zeros);
     CHECK(try_copy(a, items, what) == RAN);
 }
 
@@ -174,44 +120,22 @@ static void scattered_lists(arena *a)
     for (const bool aligned : {true, false})
         for (int zeros = 0; zeros < n_zeros; zeros++)
             for (const size_t count : {1u, 5u, 100u, 1100u, 3000u})
-                scattered_copies(a, count, count > 100 ? 300 : 3000, aligned, static_cast<zeros_of>(zeros));
+                scattered_copies(a, count, count > 100 ? 300 : 3000, aligned, zeros_of(zeros));
 }
 
-/* One copy or fill, whole or in pieces that join, around the sizes where another kernel takes it. */
+/* One copy, or zeros past an aligned address. */
 static void single_copies(arena *a)
 {
-    const uint64_t mb = 1 << 20;
-    for (const uint64_t bytes : {uint64_t(1), uint64_t(15), uint64_t(16), uint64_t(17), uint64_t(4097), mb - 1, mb + 1})
-        for (uint64_t pieces = 1; pieces <= 3 && pieces <= bytes; pieces++)
-            for (uint64_t shift = 0; shift < 32; shift += bytes < 5000 ? 4 : 16)
-                for (const bool zeros : {false, true}) {
-                    copy_items items;
-                    char what[80];
-                    empty(a);
-                    unsigned char *const dst = static_cast<unsigned char *>(reserve(a, bytes + 64, 0)) + 16;
-                    unsigned char *const src = static_cast<unsigned char *>(reserve(a, bytes + 64, 0)) + shift;
-                    for (uint64_t i = 0, at = 0; i < pieces; at += items[i++].bytes)
-                        items.push_back({zeros ? nullptr : src + at, dst + at + (zeros ? shift : 0),
-                                         i + 1 == pieces ? bytes - at : bytes / pieces});
-                    snprintf(what, sizeof what, "%llu bytes in %llu pieces, %llu past an aligned address, zeros %d",
-                             static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(pieces),
-                             static_cast<unsigned long long>(shift), zeros);
-                    CHECK(try_copy(a, items, what) == RAN);
-                }
+    each_single(a, [a](placed_batch b, uint64_t shift, const char *what) {
+        copy_batch(a, b, NO_ZEROS, what);
+        b.dst += shift;
+        copy_batch(a, b, ALL_ZEROS, what);
+    });
 }
 
-/* A few of everything, for the options of a launch. */
 static void small_copies(arena *a)
 {
-    static const uint64_t sizes_of[] = {16, 100, 256, 1024, 4096, 10007};
-    unsigned n = 0;
-    for (const uint64_t bytes : sizes_of)
-        for (int kind = 0; kind < n_sizes; kind++, n++) {
-            const batch_case c = {bytes < 1000 ? 2500u : 150u,     bytes,    static_cast<sizes>(kind),
-                                  n % 2 ? SHUFFLED : IN_ORDER,     SHUFFLED, 16,
-                                  n % 3 == 2 ? size_t(n % 16) : 0, 0,        1};
-            one_copy_batch(a, &c, static_cast<zeros_of>(n % n_zeros));
-        }
+    each_small_batch([a](unsigned n, const batch_case &c) { one_copy_batch(a, &c, zeros_of(n % n_zeros)); });
     scattered_copies(a, 1500, 400, false, SOME_ZEROS);
 }
 
@@ -221,74 +145,17 @@ static void many_copies(arena *a)
     for (const size_t count : {4200u, 9000u})
         for (int kind = 0; kind < n_sizes; kind++)
             for (int zeros = 0; zeros < n_zeros; zeros++) {
-                const batch_case c = {count,    kind == EVEN ? 64u : 40u, static_cast<sizes>(kind),     SHUFFLED,
-                                      SHUFFLED, kind == EVEN ? 16u : 1u,  size_t(kind == EVEN ? 0 : 3), 0,
+                const batch_case c = {count,
+                                      kind == EVEN ? 64u : 40u,
+                                      sizes(kind),
+                                      SHUFFLED,
+                                      SHUFFLED,
+                                      kind == EVEN ? 16u : 1u,
+                                      size_t(kind == EVEN ? 0 : 3),
+                                      0,
                                       1};
-                one_copy_batch(a, &c, static_cast<zeros_of>(zeros));
+                one_copy_batch(a, &c, zeros_of(zeros));
             }
-}
-
-/* ---- bad descriptors ---- */
-
-static void refuse_copy(arena *a, const copy_items &items, kvprim_status want, const char *text, int64_t reserved = 0)
-{
-    CHECK(try_copy(a, items, text, reserved) == REFUSED);
-    copy_items on = items;
-    for (kvprim_copy_item &c : on)
-        c.src = on_device(a, c.src), c.dst = on_device(a, c.dst);
-    const kvprim_copy_desc d = {on.data(), on.size(), reserved};
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), want, text);
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), want, "kvprim_cuda_copy: ");
-}
-
-static void bad_copies(arena *a)
-{
-    empty(a);
-    unsigned char *const dst = static_cast<unsigned char *>(reserve(a, 3000, 0));
-    unsigned char *const src = static_cast<unsigned char *>(reserve(a, 3000, 0));
-    const copy_items good = {{src, dst, 1000}, {src + 100, dst + 1000, 900}, {nullptr, dst + 2000, 1000}};
-    CHECK(try_copy(a, good, "good") == RAN);
-    for (size_t i = 0; i < 3; i++) {
-        copy_items bad = good;
-        char text[40];
-        snprintf(text, sizeof text, "items[%zu]", i);
-        bad[i].dst = nullptr;
-        refuse_copy(a, bad, KVPRIM_ERROR_NULL, text);
-        bad[i] = {src, dst + 2999, UINT64_MAX};
-        refuse_copy(a, bad, KVPRIM_ERROR_SIZE, text);
-        bad[i] = {src, dst + 2990, uint64_t(1) << 62};
-        refuse_copy(a, bad, KVPRIM_ERROR_OVERLAP, text);
-        bad[i] = {src, src + 999, 1};
-        refuse_copy(a, bad, KVPRIM_ERROR_OVERLAP, " overlaps src of items[");
-        bad[i] = {dst + 999, dst + 1950, 2};
-        if (i)
-            refuse_copy(a, bad, KVPRIM_ERROR_OVERLAP, "dst of items[0]");
-    }
-    refuse_copy(a, good, KVPRIM_ERROR_ARGUMENT, "reserved is 1", 1);
-    copy_items own = good;
-    kvprim_copy_desc d = {own.data(), own.size(), 0};
-    own[1].dst = &own[2];
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_OVERLAP, "kvprim_cuda_copy: dst of items[1]");
-    d.items = nullptr;
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_copy: items is NULL");
-    d.items = good.data(), d.count = KVPRIM_MAX_COPIES + 1;
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_SIZE, "kvprim_cuda_copy: count is 262145");
-    CHECK_ERROR(kvprim_cuda_copy(nullptr, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_copy: desc is NULL");
-    const copy_items high = {{src, reinterpret_cast<void *>(uintptr_t(1) << 62), 8}};
-    d.items = high.data(), d.count = 1;
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_SIZE, "items[0] (src ");
-#ifdef KVPRIM_DEBUG
-    copy_items twice = good;
-    twice[2].dst = dst + 1899;
-    refuse_copy(a, twice, KVPRIM_ERROR_OVERLAP, "items[1] and items[2]");
-#endif
-    const kvprim_cuda_launch bad[] = {{nullptr, 2, 0, 0}, {nullptr, 0, -1, 0}, {nullptr, 0, 0, 1}};
-    const kvprim_copy_desc none = {};
-    d.items = good.data(), d.count = 3;
-    for (const kvprim_cuda_launch &launch : bad) {
-        CHECK(kvprim_cuda_copy(&none, &launch) == KVPRIM_OK);
-        CHECK_ERROR(kvprim_cuda_copy(&d, &launch), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_copy: ");
-    }
 }
 
 /* Items without bytes, whatever their pointers. */
@@ -296,8 +163,8 @@ static void empty_copies(arena *a)
 {
     void *const top = reinterpret_cast<void *>(UINTPTR_MAX);
     empty(a);
-    unsigned char *const dst = static_cast<unsigned char *>(reserve(a, 300, 1));
-    unsigned char *const src = static_cast<unsigned char *>(reserve(a, 300, 2));
+    unsigned char *const dst = reserve<unsigned char>(a, 300, 1);
+    unsigned char *const src = reserve<unsigned char>(a, 300, 2);
     CHECK(try_copy(a, {}, "no items") == RAN);
     CHECK(try_copy(a, {{nullptr, nullptr, 0}, {dst, dst, 0}}, "empty items") == RAN);
     CHECK(try_copy(a, {{top, top, 0}}, "an empty item at the top") == RAN);
@@ -316,7 +183,7 @@ static outcome random_copy(arena *a, unsigned round)
     copy_items items;
     empty(a);
     for (unsigned char *&b : block)
-        b = static_cast<unsigned char *>(reserve(a, room, below(64)));
+        b = reserve<unsigned char>(a, room, below(64));
     uint64_t dst = below(20);
     const uint64_t count = below(60), unit = below(2) ? 16 : 1, wild_round = below(6), half = below(count + 1);
     while (items.size() < count) {

@@ -10,6 +10,8 @@
 #include "sampled.h"
 #include "../../kvprim_cuda.cuh"
 #include "sampled.h"
+static bool quick;
+
 #include "test_rows.h"
 #include "test_transfers.h"
 #include "test_fragments.h"
@@ -19,13 +21,13 @@
 #include "test_meta.h"
 #include "test_convert.h"
 #include "test_choice.h"
+#include "test_refusals.h"
+#include "test_shared.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
 #include <functional>
 #include <thread>
-
-static bool quick;
 
 /* ---- CUDA ---- */
 
@@ -92,7 +94,7 @@ static unsigned char *much_device_memory(size_t bytes)
     const cudaError_t error = cudaMalloc(&p, bytes);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();
-        skip("%.1f GB of device memory are not free", static_cast<double>(bytes) / 1e9);
+        skip("%.1f GB of device memory are not free", double(bytes) / 1e9);
         return nullptr;
     }
     CUDA(error);
@@ -149,6 +151,11 @@ static void after(arena *a, bool)
 
 static void check_launches(const char *)
 {
+}
+
+static unsigned enqueued()
+{
+    return 0;
 }
 
 static void to_device(size_t bytes)
@@ -224,12 +231,6 @@ static void close_arena(arena *a)
 
 /* ---- the same as in emulation ---- */
 
-static void test_counts()
-{
-    static const int64_t counts[] = {0, 1, 31, 32, 33, 1000, 20000, 100000};
-    count_matrix(&memory, quick ? 2 << 20 : 60 << 20, counts, sizeof counts / sizeof *counts);
-}
-
 /* Runs a test with each of these limits of multiprocessors, with pdl and without. */
 static void with_options(const std::vector<int32_t> &limits, void (*test)(arena *))
 {
@@ -241,15 +242,9 @@ static void with_options(const std::vector<int32_t> &limits, void (*test)(arena 
     main_launch.pdl = main_launch.max_sms = 0;
 }
 
-static void small_moves(arena *a)
+static void with_options(void (*test)(arena *))
 {
-    small_matrix(a);
-    small_transfers(a);
-}
-
-static void test_options()
-{
-    with_options({0, 1, 8, 10000}, small_moves);
+    with_options({0, 1, 8, 10000}, test);
 }
 
 static void test_kernels()
@@ -261,23 +256,9 @@ static void test_null_launch()
 {
     memory.launch = nullptr;
     small_matrix(&memory);
+    small_batches(&memory);
+    small_copies(&memory);
     memory.launch = &main_launch;
-}
-
-static void test_transfer()
-{
-    transfer_matrix(&memory);
-    transfer_heads_apart(&memory);
-    transfer_counts(&memory, quick ? 2 << 20 : 60 << 20);
-}
-
-static void listed_options(arena *a)
-{
-    listed_transfers(a);
-    unaligned_bases(a);
-    host_lists(a);
-    many_device_layers(a);
-    listed_moves(a);
 }
 
 static void test_listed()
@@ -286,47 +267,12 @@ static void test_listed()
     with_options({0, 4}, listed_options);
 }
 
-static void several_moves(arena *a)
-{
-    usual_moves(a);
-    random_moves(a, quick ? 40 : 300);
-    repointed_moves(a);
-}
-
 static void test_moves()
 {
     with_options({0, 4}, several_moves);
 }
 
-/* Makes an index type that only a C caller can pass. */
-static kvprim_index_type type_numbered(int number)
-{
-    kvprim_index_type type;
-    memcpy(&type, &number, sizeof type);
-    return type;
-}
-
-static void test_bad_types()
-{
-    for (const int number : {-1, 0, 3, 256}) {
-        kvprim_gather_desc gather = good_gather(&memory);
-        gather.index_type = type_numbered(number);
-        CHECK(try_move(&memory, &gather, "index_type") == REFUSED);
-        kvprim_store_desc store = good_store(&memory);
-        store.slot_type = type_numbered(number);
-        CHECK(try_move(&memory, &store, "slot_type") == REFUSED);
-        kvprim_transfer_desc transfer = good_transfer(&memory);
-        transfer.index_type = type_numbered(number);
-        CHECK(try_move(&memory, &transfer, "index_type") == REFUSED);
-    }
-}
-
 /* ---- unpack ---- */
-
-static void test_unpack()
-{
-    batch_matrix(&memory, quick ? 1 << 20 : 8 << 20);
-}
 
 static void test_unpack_lengths()
 {
@@ -347,36 +293,12 @@ static void test_unpack_counts()
         one_batch(&memory, &c.batch);
 }
 
-static void test_unpack_options()
-{
-    with_options({0, 1, 8, 10000}, small_batches);
-    memory.launch = nullptr;
-    small_batches(&memory);
-    memory.launch = &main_launch;
-}
-
 /* ---- copy ---- */
-
-static void test_copies()
-{
-    copy_matrix(&memory, quick ? 1 << 18 : 4 << 20);
-    single_copies(&memory);
-    scattered_lists(&memory);
-    many_copies(&memory);
-}
 
 static void test_copy_lengths()
 {
     for (size_t bytes = 0; bytes <= 300; bytes += quick && bytes > 64 ? 37 : 1)
         one_copy_length(&memory, bytes, bytes % 2 != 0);
-}
-
-static void test_copy_options()
-{
-    with_options({0, 1, 8, 10000}, small_copies);
-    memory.launch = nullptr;
-    small_copies(&memory);
-    memory.launch = &main_launch;
 }
 
 /* ---- memory ---- */
@@ -476,8 +398,8 @@ static void check_rows(const char *what, const unsigned char *on_device, const s
     CUDA(cudaMemcpy(got.data(), on_device, got.size(), cudaMemcpyDeviceToHost));
     for (size_t i = 0; i < got.size(); i++)
         if (got[i] != want[i]) {
-            fail("%s of %lld bytes: row %zu byte %zu: expected %02x, got %02x", what, static_cast<long long>(row_bytes),
-                 i / static_cast<size_t>(row_bytes), i % static_cast<size_t>(row_bytes), want[i], got[i]);
+            fail("%s of %lld bytes: row %zu byte %zu: expected %02x, got %02x", what, print_i64(row_bytes),
+                 i / size_t(row_bytes), i % size_t(row_bytes), want[i], got[i]);
             return;
         }
 }
@@ -488,8 +410,8 @@ static void exact_moves(int64_t row_bytes, const kvprim_cuda_launch *launch)
 {
     enum { rows = 6, count = 9 };
     static const int32_t index[count] = {5, 0, -1, 6, 5, 3, INT32_MIN, INT32_MAX, 1}, slots[rows] = {8, 0, -1, 9, 3, 1};
-    const size_t src_bytes = static_cast<size_t>(rows * row_bytes), src_room = (src_bytes + 15) / 16 * 16;
-    std::vector<unsigned char> src(src_room), want(static_cast<size_t>(count * row_bytes));
+    const size_t src_bytes = size_t(rows * row_bytes), src_room = (src_bytes + 15) / 16 * 16;
+    std::vector<unsigned char> src(src_room), want(size_t(count * row_bytes));
     fill(src.data(), src_bytes);
     const gpu_array<unsigned char> src_on(src.data(), src_room), dst_on(want.size(), 0xa5);
     const gpu_array<int32_t> index_on(index, count), slots_on(slots, rows);
@@ -540,7 +462,7 @@ static uint64_t bytes_other_than(unsigned char usual, const unsigned char *p, si
 /* No byte outside the rows may have changed. */
 static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
 {
-    const size_t bytes = static_cast<size_t>(large_rows * row_bytes), small = large_count * large_row_most;
+    const size_t bytes = size_t(large_rows * row_bytes), small = large_count * large_row_most;
     unsigned char input[small], output[small], stored[large_row_most];
     unsigned char *const table = much_device_memory(bytes);
     if (!table)
@@ -557,11 +479,10 @@ static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, 
     CHECK(rejected.first() == 2 * large_past);
     for (int i = 0; i < large_count; i++) {
         if (in_large_table(i))
-            CUDA(cudaMemcpy(stored, table + large_slots[i] * row_bytes, static_cast<size_t>(row_bytes),
-                            cudaMemcpyDeviceToHost));
+            CUDA(cudaMemcpy(stored, table + large_slots[i] * row_bytes, size_t(row_bytes), cudaMemcpyDeviceToHost));
         check_large_row(i, row_bytes, input, output, in_large_table(i) ? stored : nullptr);
     }
-    CHECK(bytes_other_than(0xa5, table, bytes) == static_cast<uint64_t>(large_stored * row_bytes));
+    CHECK(bytes_other_than(0xa5, table, bytes) == uint64_t(large_stored * row_bytes));
     CUDA(cudaFree(table));
 }
 
@@ -578,7 +499,7 @@ enum { many_rows = 1000 };
 /* Index i of a gather of more than 2^31 rows. One in 1,000 is padding and one is past the end. */
 static __device__ int32_t many_index(uint64_t i)
 {
-    return i % 1000 == 0 ? -1 : i % 1000 == 1 ? many_rows : static_cast<int32_t>((i * 2654435761u >> 7) % many_rows);
+    return i % 1000 == 0 ? -1 : i % 1000 == 1 ? many_rows : int32_t((i * 2654435761u >> 7) % many_rows);
 }
 
 static __global__ void fill_many(int32_t *index, uint64_t count)
@@ -614,21 +535,19 @@ static void test_many_rows()
     CUDA(cudaMemset(dst, 0xa5, count + 4096));
     fill_many<<<2048, 256>>>(index, count);
     CUDA(cudaGetLastError());
-    const int64_t rows = static_cast<int64_t>(count);
+    const int64_t rows = int64_t(count);
     const kvprim_gather_desc d =
         gather_of(table_of(dst, rows), table_of(src.p, many_rows), 1, index, KVPRIM_I32, 0, rows, rejected.p);
-    kvprim_transfer_desc t = {};
-    t.dst = d.dst, t.src = d.src, t.row_bytes = 1, t.src_index = index, t.index_type = KVPRIM_I32;
-    t.count = rows, t.rejected = rejected.p;
+    kvprim_transfer_desc t = transfer_of(d.dst, d.src, 1, rows);
+    t.src_index = index, t.rejected = rejected.p;
     for (uint64_t moves = 1; moves <= 2; moves++) {
         if ((moves == 1 ? kvprim_cuda_gather(&d, nullptr) : kvprim_cuda_transfer(&t, nullptr)) != KVPRIM_OK)
             fail("%s", kvprim_last_error());
         check_many<<<2048, 256>>>(dst, src.p, count, wrong.p);
         CUDA(cudaGetLastError());
         if (wrong.first() != 0 || rejected.first() != moves * past)
-            fail("move %d: %llu of %llu rows are wrong, %u indices rejected, expected %llu", static_cast<int>(moves),
-                 wrong.first(), static_cast<unsigned long long>(count), rejected.first(),
-                 static_cast<unsigned long long>(moves * past));
+            fail("move %d: %llu of %llu rows are wrong, %u indices rejected, expected %llu", int(moves), wrong.first(),
+                 print_u64(count), rejected.first(), print_u64(moves * past));
         CHECK(bytes_other_than(0xa5, dst + count, 4096) == 0);
         CUDA(cudaMemset(dst, 0, count)); /* a transfer skips the rows of padding */
     }
@@ -645,7 +564,7 @@ static __global__ void fill_store(int32_t *slot, unsigned char *input, uint64_t 
 {
     for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count;
          i += uint64_t(gridDim.x) * blockDim.x) {
-        slot[i] = static_cast<int32_t>(static_cast<int64_t>(count - 1 - i) + INT32_MIN);
+        slot[i] = int32_t(int64_t(count - 1 - i) + INT32_MIN);
         input[i] = many_byte(i);
     }
 }
@@ -669,16 +588,15 @@ static void test_many_slots()
     CUDA(cudaMemset(cache, 0xa5, count + 4096));
     fill_store<<<2048, 256>>>(slot, input, count);
     CUDA(cudaGetLastError());
-    kvprim_store_desc d = {};
-    d.k_cache.data = cache, d.k.data = input;
-    d.k_cache.rows = d.k.rows = d.count = static_cast<int64_t>(count);
-    d.k_bytes = 1, d.slot = slot, d.slot_type = KVPRIM_I32, d.slot_base = INT32_MIN;
+    const int64_t rows = int64_t(count);
+    kvprim_store_desc d = store_of(table_of(cache, rows), table_of(input, rows), 1, slot, rows);
+    d.slot_base = INT32_MIN;
     if (kvprim_cuda_store(&d, nullptr) != KVPRIM_OK)
         fail("%s", kvprim_last_error());
     check_store<<<2048, 256>>>(cache, count, wrong.p);
     CUDA(cudaGetLastError());
     if (wrong.first() != 0)
-        fail("%llu of %llu rows are wrong", wrong.first(), static_cast<unsigned long long>(count));
+        fail("%llu of %llu rows are wrong", wrong.first(), print_u64(count));
     CHECK(bytes_other_than(0xa5, cache + count, 4096) == 0);
     CUDA(cudaFree(block));
 }
@@ -775,22 +693,14 @@ static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, in
     for (int k = 0; k < 4; k++)
         cache[k] = place(&memory, k == 3 ? last : &layouts[0], rows, row_bytes, 0);
     for (int i = 0; i < depth; i++) {
-        kvprim_store_desc store = {};
-        store.k_cache = cache[i % 2 * 2];
-        store.v_cache = cache[i % 2 * 2 + 1];
-        store.k = store.v = x;
-        store.k_bytes = store.v_bytes = row_bytes;
-        store.slot_type = type_of(static_cast<unsigned>(i));
-        store.slot = place_index(&memory, store.slot_type, count, 0, rows, true);
-        store.count = count;
-        store.rejected = reserve_counter(&memory);
-        kvprim_gather_desc gather = {};
-        gather.dst = x = place(&memory, &layouts[0], count, row_bytes, 0);
-        gather.src = store.v_cache;
-        gather.row_bytes = row_bytes;
-        gather.index = place_index(&memory, KVPRIM_I32, count, 0, rows, false);
-        gather.index_type = KVPRIM_I32;
-        gather.count = count;
+        const kvprim_index_type type = type_of(unsigned(i));
+        void *const slot = place_index(&memory, type, count, 0, rows, true);
+        kvprim_store_desc store = store_of(cache[i % 2 * 2], x, row_bytes, slot, type, count, reserve_counter(&memory));
+        add_v(&store, cache[i % 2 * 2 + 1], x, row_bytes);
+        x = place(&memory, &layouts[0], count, row_bytes, 0);
+        const kvprim_gather_desc gather =
+            gather_of(x, store.v_cache, row_bytes, place_index(&memory, KVPRIM_I32, count, 0, rows, false), KVPRIM_I32,
+                      0, count, nullptr);
         name_table("gathered", gather.dst, row_bytes);
         name_table("k_cache", store.k_cache, row_bytes);
         name_table("v_cache", store.v_cache, row_bytes);
@@ -807,8 +717,7 @@ static void one_chain(int64_t count, int64_t row_bytes, const layout *last)
     const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
     char what[80];
     chain_on_host(&c);
-    snprintf(what, sizeof what, "chain of %lld rows of %lld bytes", static_cast<long long>(count),
-             static_cast<long long>(row_bytes));
+    snprintf(what, sizeof what, "chain of %lld rows of %lld bytes", print_i64(count), print_i64(row_bytes));
     run_and_replay(start, 2 * depth, quick ? 2 : 10, what, [&] { enqueue_chain(&c); });
 }
 
@@ -852,21 +761,6 @@ static void test_graphs()
     CUDA(cudaGraphExecDestroy(end_capture(0)));
 }
 
-static void test_slots()
-{
-    slots_matrix(&memory);
-    slots_counts(&memory);
-    slots_limits(&memory);
-    slots_unordered(&memory);
-    if (!quick)
-        slots_rounds(&memory);
-}
-
-static void test_slots_options()
-{
-    with_options({0, 1, 8, 10000}, small_slots);
-}
-
 /* The page table, positions and lengths change between replays: a store and a gather find other rows. */
 static void one_slots_graph(int form, unsigned types, int64_t count, int64_t row_bytes)
 {
@@ -886,7 +780,7 @@ static void test_slots_graphs()
     for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++)
         for (int form = 0; form < n_slots_forms; form++)
             for (const int64_t count : {1, 32, 5000})
-                one_slots_graph(form, static_cast<unsigned>(below(8)), count, count == 32 ? 2048 : 100);
+                one_slots_graph(form, unsigned(below(8)), count, count == 32 ? 2048 : 100);
     main_launch.pdl = 0;
     kvprim_slots_desc none = good_slots(&memory, 0), refused = on_device(&memory, none);
     none.count = 0;
@@ -906,13 +800,9 @@ static void one_transfer_graph(int32_t layers, int64_t row_bytes)
     kvprim_transfer_desc out = {};
     out.src = place_layers(&memory, {8, 0}, rows, row_bytes, layers, true, cache.data(), &out.src_layer_stride);
     out.dst = place_layers(&memory, {0, 0}, rows, row_bytes, layers, true, store.data(), &out.dst_layer_stride);
-    out.src_layers = cache.data();
-    out.dst_layers = store.data();
-    out.layers = layers;
-    out.row_bytes = row_bytes;
-    out.src_index = place_index(&memory, KVPRIM_I32, count, 0, rows, true);
-    out.index_type = KVPRIM_I32;
-    out.count = count;
+    out.src_layers = cache.data(), out.dst_layers = store.data(), out.layers = layers;
+    out.row_bytes = row_bytes, out.count = count;
+    out.src_index = place_index(&memory, KVPRIM_I32, count, 0, rows, true), out.index_type = KVPRIM_I32;
     out.rejected = reserve_counter(&memory);
     kvprim_transfer_desc back = out;
     std::swap(back.dst, back.src);
@@ -1005,7 +895,7 @@ static int sms_of_transfer(int32_t max_sms, int sms)
     if (!on)
         return 0;
     unsigned char *const host = open_memory(PINNED, size_t(rows) * row_bytes);
-    const size_t blocks = 2 * static_cast<size_t>(sms);
+    const size_t blocks = 2 * size_t(sms);
     volatile unsigned *seen;
     void *pinned;
     int32_t *const index = reinterpret_cast<int32_t *>(open_memory(MANAGED, rows * sizeof(int32_t)));
@@ -1048,7 +938,7 @@ static int sms_of_transfer(int32_t max_sms, int sms)
     CUDA(cudaFreeHost(pinned));
     CUDA(cudaFreeHost(host));
     close_memory(MANAGED, reinterpret_cast<unsigned char *>(index));
-    return sms - static_cast<int>(std::count(on_sm.begin(), on_sm.end(), 2));
+    return sms - int(std::count(on_sm.begin(), on_sm.end(), 2));
 }
 
 static void test_crowds()
@@ -1068,23 +958,35 @@ static void test_crowds()
     }
 }
 
-/* Returns the number of blocks of the kernel that one captured call launches. */
-static unsigned blocks_of(kvprim_status (*call)(const kvprim_cuda_launch *), const kvprim_cuda_launch *launch)
+/* Captures what `enqueue` does, which must be one node. Returns its type, and if that is a kernel, its blocks. */
+template <class Enqueue> static cudaGraphNodeType capture_one(const Enqueue &enqueue, unsigned *blocks)
 {
     cudaGraph_t graph;
     cudaGraphNode_t node;
+    cudaGraphNodeType type;
     cudaKernelNodeParams kernel;
-    size_t n = 1;
+    size_t n = 0;
     begin_capture();
-    CHECK(call(launch) == KVPRIM_OK);
+    CHECK(enqueue() == KVPRIM_OK);
     CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
     CUDA(cudaGraphGetNodes(graph, nullptr, &n));
     CHECK(n == 1);
     n = 1;
     CUDA(cudaGraphGetNodes(graph, &node, &n));
-    CUDA(cudaGraphKernelNodeGetParams(node, &kernel));
+    CUDA(cudaGraphNodeGetType(node, &type));
+    if (type == cudaGraphNodeTypeKernel) {
+        CUDA(cudaGraphKernelNodeGetParams(node, &kernel));
+        *blocks = kernel.gridDim.x * kernel.gridDim.y * kernel.gridDim.z;
+    }
     CUDA(cudaGraphDestroy(graph));
-    return kernel.gridDim.x * kernel.gridDim.y * kernel.gridDim.z;
+    return type;
+}
+
+static unsigned blocks_of(kvprim_status (*call)(const kvprim_cuda_launch *), const kvprim_cuda_launch *launch)
+{
+    unsigned blocks = 0;
+    CHECK(capture_one([=] { return call(launch); }, &blocks) == cudaGraphNodeTypeKernel);
+    return blocks;
 }
 
 /* Nothing is moved, only captured. */
@@ -1100,10 +1002,9 @@ static kvprim_status call_gather(const kvprim_cuda_launch *launch)
 
 static kvprim_status call_transfer(const kvprim_cuda_launch *launch)
 {
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(memory.device, 100);
-    d.src = table_of(memory.device + (16 << 20), 100);
-    d.layers = 64, d.row_bytes = 2048, d.count = 100;
+    kvprim_transfer_desc d =
+        transfer_of(table_of(memory.device, 100), table_of(memory.device + (16 << 20), 100), 2048, 100);
+    d.layers = 64;
     return kvprim_cuda_transfer(&d, launch);
 }
 
@@ -1151,38 +1052,20 @@ static void test_blocks()
     for (const auto call : {call_gather, call_store, call_transfer, call_unpack, call_copy, call_unpack_meta}) {
         for (const int32_t max_sms : {1, 3, 8, 100}) {
             const kvprim_cuda_launch limited = launch_like(&memory, 0, max_sms);
-            CHECK(blocks_of(call, &limited) == static_cast<unsigned>(max_sms));
+            CHECK(blocks_of(call, &limited) == unsigned(max_sms));
         }
         CHECK(blocks_of(call, &main_launch) > 132);
     }
 }
 
-/* Returns the type of the one node that a transfer of rows of 4 KB between these kinds of memory is captured as, and if
-   that is a kernel, its blocks. */
+/* Of a transfer of rows of 4 KB between these kinds of memory. */
 static cudaGraphNodeType captured_as(memory_kind dst, memory_kind src, int64_t count, bool indexed, unsigned *blocks)
 {
-    const size_t bytes = static_cast<size_t>(count) << 12;
+    const size_t bytes = size_t(count) << 12;
     unsigned char *const to = open_memory(dst, bytes), *const from = open_memory(src, bytes);
-    kvprim_transfer_desc d = {};
-    cudaGraph_t graph;
-    cudaGraphNode_t node;
-    cudaGraphNodeType type;
-    cudaKernelNodeParams kernel;
-    size_t n = 1;
-    d.dst = table_of(to, count), d.src = table_of(from, count);
-    d.row_bytes = 4096, d.count = count;
-    d.dst_index = indexed ? memory.device : nullptr, d.index_type = KVPRIM_I32; /* nothing is moved, only captured */
-    begin_capture();
-    CHECK(kvprim_cuda_transfer(&d, &main_launch) == KVPRIM_OK);
-    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
-    CUDA(cudaGraphGetNodes(graph, &node, &n));
-    CUDA(cudaGraphNodeGetType(node, &type));
-    CHECK(n == 1);
-    if (type == cudaGraphNodeTypeKernel) {
-        CUDA(cudaGraphKernelNodeGetParams(node, &kernel));
-        *blocks = kernel.gridDim.x;
-    }
-    CUDA(cudaGraphDestroy(graph));
+    kvprim_transfer_desc d = transfer_of(table_of(to, count), table_of(from, count), 4096, count);
+    d.dst_index = indexed ? memory.device : nullptr; /* nothing is moved, only captured */
+    const cudaGraphNodeType type = capture_one([&] { return kvprim_cuda_transfer(&d, &main_launch); }, blocks);
     close_memory(dst, to);
     close_memory(src, from);
     return type;
@@ -1228,7 +1111,7 @@ static relay make_relay(size_t count, uint64_t bytes, sizes kind, size_t steps)
     }
     empty(&memory);
     for (unsigned char *&side : r.side)
-        side = static_cast<unsigned char *>(reserve(&memory, r.bytes, 0));
+        side = reserve<unsigned char>(&memory, r.bytes, 0);
     return r;
 }
 
@@ -1261,7 +1144,7 @@ static void one_relay(size_t count, uint64_t bytes, sizes kind)
         const kvprim_unpack_desc d = step_of(&r, s);
         CHECK(kvprim_unpack(&d) == KVPRIM_OK);
     }
-    snprintf(what, sizeof what, "relay of %zu fragments of %llu bytes", count, static_cast<unsigned long long>(bytes));
+    snprintf(what, sizeof what, "relay of %zu fragments of %llu bytes", count, print_u64(bytes));
     run_and_replay(start, any_nodes, quick ? 2 : 5, what, [&] {
         relay gone = r;
         enqueue_relay(&gone);
@@ -1285,62 +1168,40 @@ static void test_unpack_relays()
 
 /* ---- descriptors that the GPU reads ---- */
 
-static void test_meta()
-{
-    meta_matrix(&memory, quick ? 1 << 20 : 24 << 20);
-    meta_lengths(&memory, quick ? 60 : 5);
-    meta_counts(&memory);
-}
-
-static void test_meta_options()
-{
-    with_options({0, 1, 8, 10000}, small_metas);
-}
-
-static void fuzz_metas(arena *a)
-{
-    for (unsigned round = 0; round < fuzz_rounds; round++)
-        random_meta(a);
-}
-
 #include "test_late.h"
 
 /* Copies and zeros that follow each other inside one block of slots: each step moves some slots to others, in one or
    several launches. */
-struct slot_steps {
-    std::vector<copy_items> steps;
-};
-
-static slot_steps make_slot_steps(size_t slots, size_t bytes, size_t n_steps, bool vary)
+static std::vector<copy_items> make_slot_steps(size_t slots, size_t bytes, size_t n_steps, bool vary)
 {
-    slot_steps r;
+    std::vector<copy_items> steps;
     empty(&memory);
-    unsigned char *const block = static_cast<unsigned char *>(reserve(&memory, slots * bytes, vary ? 5 : 0));
+    unsigned char *const block = reserve<unsigned char>(&memory, slots * bytes, vary ? 5 : 0);
     for (size_t s = 0; s < n_steps; s++) {
-        const std::vector<int64_t> turn = shuffled(static_cast<int64_t>(slots));
+        const std::vector<int64_t> turn = shuffled(int64_t(slots));
         copy_items items;
         for (size_t i = 0; i + 1 < slots; i += 2) {
-            const unsigned char *const src = block + static_cast<size_t>(turn[i]) * bytes;
-            unsigned char *const dst = block + static_cast<size_t>(turn[i + 1]) * bytes;
+            const unsigned char *const src = block + size_t(turn[i]) * bytes;
+            unsigned char *const dst = block + size_t(turn[i + 1]) * bytes;
             items.push_back({i % 7 == 4 ? nullptr : src, dst, vary ? bytes - i % 5 : bytes});
         }
-        r.steps.push_back(items);
+        steps.push_back(items);
     }
-    return r;
+    return steps;
 }
 
 static void one_slot_relay(size_t slots, size_t bytes, bool vary)
 {
-    const slot_steps r = make_slot_steps(slots, bytes, 6, vary);
+    const std::vector<copy_items> steps = make_slot_steps(slots, bytes, 6, vary);
     const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
     char what[80];
-    for (const copy_items &items : r.steps) {
+    for (const copy_items &items : steps) {
         const kvprim_copy_desc d = {items.data(), items.size(), 0};
         CHECK(kvprim_copy(&d) == KVPRIM_OK);
     }
     snprintf(what, sizeof what, "copies between %zu slots of %zu bytes", slots, bytes);
     run_and_replay(start, any_nodes, quick ? 2 : 5, what, [&] {
-        for (copy_items items : r.steps) {
+        for (copy_items items : steps) {
             for (kvprim_copy_item &c : items)
                 c.src = on_device(&memory, c.src), c.dst = on_device(&memory, c.dst);
             const kvprim_copy_desc d = {items.data(), items.size(), 0};
@@ -1370,9 +1231,9 @@ static void test_copy_memory()
     std::vector<unsigned char> got(bytes);
     copy_items items;
     for (int k = 0; k < 3; k++) {
-        at[k] = open_memory(static_cast<memory_kind>(k), bytes);
-        fill(host + static_cast<size_t>(k) * bytes, bytes);
-        CUDA(cudaMemcpy(at[k], host + static_cast<size_t>(k) * bytes, bytes, cudaMemcpyDefault));
+        at[k] = open_memory(memory_kind(k), bytes);
+        fill(host + size_t(k) * bytes, bytes);
+        CUDA(cudaMemcpy(at[k], host + size_t(k) * bytes, bytes, cudaMemcpyDefault));
     }
     CUDA(cudaDeviceSynchronize());
     for (size_t i = 0; i < 120; i++) { /* the first halves are sources */
@@ -1393,8 +1254,8 @@ static void test_copy_memory()
     CUDA(cudaStreamSynchronize(main_launch.stream));
     for (int k = 0; k < 3; k++) {
         CUDA(cudaMemcpy(got.data(), at[k], bytes, cudaMemcpyDefault));
-        CHECK(memcmp(got.data(), host + static_cast<size_t>(k) * bytes, bytes) == 0);
-        close_memory(static_cast<memory_kind>(k), at[k]);
+        CHECK(memcmp(got.data(), host + size_t(k) * bytes, bytes) == 0);
+        close_memory(memory_kind(k), at[k]);
     }
     for (const memory_kind kind : {DEVICE, PINNED, MANAGED}) {
         unsigned char *const p = open_memory(kind, large);
@@ -1501,18 +1362,15 @@ static void thread_main(unsigned seed)
 {
     arena a = {};
     kvprim_cuda_launch launch = {};
-    random_state = static_cast<uint64_t>(seed) << 40;
+    random_state = uint64_t(seed) << 40;
     CUDA(cudaStreamCreateWithFlags(&launch.stream, cudaStreamNonBlocking));
     open_arena(&a, size_t(24) << 20, &launch);
     for (int round = 0; round < (quick ? 1 : 4); round++) {
         launch.pdl = round % 2;
         small_matrix(&a);
         small_transfers(&a);
-        bad_gathers(&a);
-        bad_stores(&a);
-        bad_transfers(&a);
+        refusals(&a);
         small_batches(&a);
-        bad_unpacks(&a);
         small_metas(&a);
     }
     close_arena(&a);
@@ -1544,16 +1402,16 @@ static void check_duplicates(const kvprim_store_desc *d, const char *name, const
                              const kvprim_table *input, int64_t row_bytes)
 {
     for (int64_t row = 0; row < cache->rows; row++) {
-        const size_t start = offset_of(&memory, cache->data) + static_cast<size_t>(row * cache->stride);
+        const size_t start = offset_of(&memory, cache->data) + size_t(row * cache->stride);
         for (int64_t b = 0; b < row_bytes;) {
-            const size_t here = start + static_cast<size_t>(b);
+            const size_t here = start + size_t(b);
             const size_t n = here % 16 == 0 && b + 16 <= row_bytes ? 16 : 1;
             if (!is_from_a_token(d, input, memory.got + here, b, n, row))
-                fail("%s row %lld of %lld bytes: %zu bytes at %lld are of no token", name, static_cast<long long>(row),
-                     static_cast<long long>(row_bytes), n, static_cast<long long>(b));
-            b += static_cast<int64_t>(n);
+                fail("%s row %lld of %lld bytes: %zu bytes at %lld are of no token", name, print_i64(row),
+                     print_i64(row_bytes), n, print_i64(b));
+            b += int64_t(n);
         }
-        memcpy(memory.expected + start, memory.got + start, static_cast<size_t>(row_bytes));
+        memcpy(memory.expected + start, memory.got + start, size_t(row_bytes));
     }
 }
 
@@ -1569,7 +1427,7 @@ static void one_duplicates(int64_t row_bytes, size_t cache_align, size_t input_a
     d.k_bytes = d.v_bytes = row_bytes;
     void *const slot = place_index(&memory, KVPRIM_I32, count, 0, rows, false);
     for (int64_t i = 0; i < count; i++)
-        set_index(slot, KVPRIM_I32, i, i < rows ? i : static_cast<int64_t>(below(uint64_t(rows))));
+        set_index(slot, KVPRIM_I32, i, i < rows ? i : int64_t(below(uint64_t(rows))));
     d.slot = slot;
     d.slot_type = KVPRIM_I32;
     d.count = count;
@@ -1727,128 +1585,102 @@ static void test_pageable()
 }
 
 #ifdef KVPRIM_DEBUG
-static bool named(kvprim_status status, const char *field)
+struct pointer_field {
+    const char *name;
+    void *at;
+};
+
+template <class Desc> static void expect_unreachable(const Desc *d, const char *name)
 {
-    return status == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), field) &&
-           strstr(kvprim_last_error(), "which the GPU cannot");
+    CHECK_ERROR(functions<Desc>::gpu(d, &main_launch), KVPRIM_ERROR_ARGUMENT, name);
+    CHECK(strstr(kvprim_last_error(), "which the GPU cannot"));
 }
 
-#define UNREACHABLE(change, field)                                                                                     \
-    d = good;                                                                                                          \
-    d.change;                                                                                                          \
-    CHECK(named(functions<decltype(d)>::gpu(&d, &main_launch), field))
-
-static void unreachable_gathers(void *host)
+/* A good descriptor: in turn, each of these pointers becomes one to ordinary host memory. */
+template <class Desc>
+static void unreachable(const Desc *d, const void *host, const std::vector<pointer_field> &pointers)
 {
-    const kvprim_gather_desc good = on_device(&memory, good_gather(&memory));
-    kvprim_gather_desc d = good;
-    CHECK(kvprim_cuda_gather(&d, &main_launch) == KVPRIM_OK);
-    d.dst.rows = int64_t(1) << 44; /* a side without an index only has its first `count` rows touched */
-    CHECK(kvprim_cuda_gather(&d, &main_launch) == KVPRIM_OK);
-    UNREACHABLE(dst.data = host, "dst");
-    UNREACHABLE(src.data = host, "src");
-    UNREACHABLE(index = host, "index");
-    UNREACHABLE(rejected = static_cast<uint32_t *>(host), "rejected");
-    void *const end = on_device(&memory, memory.expected + memory.used); /* after all that it would overlap */
-    UNREACHABLE(src.rows = int64_t(1) << 44; d.src.data = end, "src");
+    CHECK(functions<Desc>::gpu(d, &main_launch) == KVPRIM_OK);
+    for (const pointer_field &p : pointers) {
+        void *was;
+        memcpy(&was, p.at, sizeof was);
+        memcpy(p.at, &host, sizeof host);
+        expect_unreachable(d, p.name);
+        memcpy(p.at, &was, sizeof was);
+    }
 }
 
-static void unreachable_stores(void *host)
+static void unreachable_rows(void *host)
 {
-    const kvprim_store_desc good = on_device(&memory, good_store(&memory));
-    kvprim_store_desc d = good;
-    CHECK(kvprim_cuda_store(&d, &main_launch) == KVPRIM_OK);
-    UNREACHABLE(k_cache.data = host, "k_cache");
-    UNREACHABLE(v_cache.data = host, "v_cache");
-    UNREACHABLE(k.data = host, "k reaches");
-    UNREACHABLE(v.data = host, "v reaches");
-    UNREACHABLE(slot = host, "slot");
-    UNREACHABLE(rejected = static_cast<uint32_t *>(host), "rejected");
+    kvprim_gather_desc g = on_device(&memory, good_gather(&memory));
+    unreachable(&g, host, {{"dst", &g.dst.data}, {"src", &g.src.data}, {"index", &g.index}, {"rejected", &g.rejected}});
+    kvprim_gather_desc far = g;
+    far.dst.rows = int64_t(1) << 44; /* a side without an index only has its first `count` rows touched */
+    CHECK(kvprim_cuda_gather(&far, &main_launch) == KVPRIM_OK);
+    far = g;
+    far.src.data = on_device(&memory, memory.expected + memory.used); /* after all that it would overlap */
+    far.src.rows = int64_t(1) << 44;
+    expect_unreachable(&far, "src");
+    kvprim_transfer_desc t = transfer_of(g.dst, g.src, g.row_bytes, g.count);
+    void *layers[] = {g.dst.data, host};
+    t.src_index = g.index;
+    unreachable(&t, host,
+                {{"dst", &t.dst.data},
+                 {"src", &t.src.data},
+                 {"src_index", &t.src_index},
+                 {"dst_index", &t.dst_index},
+                 {"rejected", &t.rejected}});
+    t.layers = 2, t.dst_layers = layers, t.src.rows /= 2;
+    expect_unreachable(&t, "dst");
+    kvprim_store_desc s = on_device(&memory, good_store(&memory));
+    unreachable(&s, host,
+                {{"k_cache", &s.k_cache.data},
+                 {"v_cache", &s.v_cache.data},
+                 {"k reaches", &s.k.data},
+                 {"v reaches", &s.v.data},
+                 {"slot", &s.slot},
+                 {"rejected", &s.rejected}});
 }
-
-static void unreachable_transfers(void *host)
-{
-    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
-    kvprim_transfer_desc good = {};
-    good.dst = gather.dst, good.src = gather.src, good.row_bytes = gather.row_bytes;
-    good.src_index = gather.index, good.index_type = gather.index_type, good.count = gather.count;
-    kvprim_transfer_desc d = good;
-    void *layers[] = {good.dst.data, host};
-    CHECK(kvprim_cuda_transfer(&d, &main_launch) == KVPRIM_OK);
-    UNREACHABLE(dst.data = host, "dst");
-    UNREACHABLE(src.data = host, "src");
-    UNREACHABLE(src_index = host, "src_index");
-    UNREACHABLE(dst_index = host, "dst_index");
-    UNREACHABLE(rejected = static_cast<uint32_t *>(host), "rejected");
-    UNREACHABLE(layers = 2; d.dst_layers = layers; d.src.rows /= 2, "dst");
-}
-#undef UNREACHABLE
 
 static void unreachable_unpacks(void *host)
 {
-    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    const kvprim_gather_desc g = on_device(&memory, good_gather(&memory));
     const kvprim_fragment f = {0, 0, 16};
-    kvprim_unpack_desc u = {};
-    u.src = gather.src.data, u.dst = gather.dst.data;
-    u.src_bytes = u.dst_bytes = 16;
-    u.fragments = &f, u.count = 1;
-    CHECK(kvprim_cuda_unpack(&u, &main_launch) == KVPRIM_OK);
-    u.src = host;
-    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "src"));
-    u.dst = static_cast<char *>(host) + 16;
-    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "dst"));
-    kvprim_copy_item items[2] = {{gather.src.data, gather.dst.data, 16}, {host, u.dst, 0}};
+    kvprim_unpack_desc u = {g.src.data, 16, g.dst.data, 16, &f, 1, 0};
+    unreachable(&u, host, {{"src", &u.src}, {"dst", &u.dst}});
+    char *const to = static_cast<char *>(g.dst.data), *const from = static_cast<char *>(host);
+    kvprim_copy_item items[2] = {{g.src.data, to, 16}, {from, from + 16, 0}};
     const kvprim_copy_desc c = {items, 2, 0};
     CHECK(kvprim_cuda_copy(&c, &main_launch) == KVPRIM_OK);
-    items[1] = {host, static_cast<char *>(gather.dst.data) + 16, 16};
-    CHECK(named(kvprim_cuda_copy(&c, &main_launch), "items[1].src"));
-    items[1] = {nullptr, host, 16};
-    CHECK(named(kvprim_cuda_copy(&c, &main_launch), "items[1].dst"));
-}
-
-static void unreachable_metas(void *host)
-{
+    items[1] = {from, to + 16, 16};
+    expect_unreachable(&c, "items[1].src");
+    items[1] = {nullptr, from, 16};
+    expect_unreachable(&c, "items[1].dst");
     alignas(16) static const unsigned char none[64] = {};
     const gpu_array<unsigned char> list(none, sizeof none);
-    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
-    kvprim_unpack_meta_desc good = {};
-    good.src = gather.src.data, good.dst = gather.dst.data, good.src_bytes = good.dst_bytes = 16;
-    good.meta = reinterpret_cast<kvprim_unpack_meta_item *>(list.p), good.max_count = 1;
-    good.count = reinterpret_cast<uint64_t *>(list.p + 16);
-    CHECK(kvprim_cuda_unpack_meta(&good, &main_launch) == KVPRIM_OK);
-    const auto wrong = [&](const char *name, const std::function<void(kvprim_unpack_meta_desc *)> &change) {
-        kvprim_unpack_meta_desc d = good;
-        change(&d);
-        CHECK(named(kvprim_cuda_unpack_meta(&d, &main_launch), name));
-    };
-    wrong("src", [=](kvprim_unpack_meta_desc *d) { d->src = host; });
-    wrong("dst", [=](kvprim_unpack_meta_desc *d) { d->dst = host; });
-    wrong("meta", [=](kvprim_unpack_meta_desc *d) { d->meta = static_cast<kvprim_unpack_meta_item *>(host); });
-    wrong("count", [=](kvprim_unpack_meta_desc *d) { d->count = static_cast<uint64_t *>(host); });
-    wrong("rejected", [=](kvprim_unpack_meta_desc *d) { d->rejected = static_cast<uint32_t *>(host); });
+    kvprim_unpack_meta_desc m = {u.src,
+                                 16,
+                                 u.dst,
+                                 16,
+                                 reinterpret_cast<kvprim_unpack_meta_item *>(list.p),
+                                 reinterpret_cast<uint64_t *>(list.p + 16),
+                                 1,
+                                 nullptr,
+                                 0};
+    unreachable(&m, host,
+                {{"src", &m.src}, {"dst", &m.dst}, {"meta", &m.meta}, {"count", &m.count}, {"rejected", &m.rejected}});
 }
 
 static void unreachable_slots(void *host)
 {
     for (int form = 0; form < 2; form++) {
-        kvprim_slots_desc d = good_slots(&memory, form);
-        d = on_device(&memory, d);
-        CHECK(kvprim_cuda_slots(&d, &main_launch) == KVPRIM_OK);
-        const std::pair<const char *, const void **> inputs[] = {
-            {"pages", &d.pages},
-            {form ? "cu_seqlens" : "request", form ? &d.cu_seqlens : &d.request},
-            {form ? "starts" : "position", form ? &d.starts : &d.position}};
-        for (const auto &input : inputs) {
-            const void *const good = *input.second;
-            *input.second = host;
-            CHECK(named(kvprim_cuda_slots(&d, &main_launch), input.first));
-            *input.second = good;
-        }
-        d.rejected = static_cast<uint32_t *>(host);
-        CHECK(named(kvprim_cuda_slots(&d, &main_launch), "rejected"));
-        d.rejected = nullptr;
-        d.slot = host;
-        CHECK(named(kvprim_cuda_slots(&d, &main_launch), "slot"));
+        kvprim_slots_desc d = on_device(&memory, good_slots(&memory, form));
+        unreachable(&d, host,
+                    {{"pages", &d.pages},
+                     {form ? "cu_seqlens" : "request", form ? &d.cu_seqlens : &d.request},
+                     {form ? "starts" : "position", form ? &d.starts : &d.position},
+                     {"rejected", &d.rejected},
+                     {"slot", &d.slot}});
     }
 }
 
@@ -1860,22 +1692,10 @@ static void unreachable_formats(void *host)
     kvprim_table to = table_of(cache.p, 64), from = table_of(rows.p, 8);
     to.format = &int8, from.format = &bf16;
     int8.scale = KVPRIM_SCALE_TILE, int8.tile = 32, int8.scales = scales.p;
-    const kvprim_store_desc good = store_of(to, from, 256, slots.p, KVPRIM_I32, 8, nullptr);
-    const auto run_with = [&](const kvprim_format &f) {
-        kvprim_store_desc d = good;
-        d.k_cache.format = &f;
-        return kvprim_cuda_store(&d, &main_launch);
-    };
-    CHECK(run_with(int8) == KVPRIM_OK);
-    kvprim_format bad = int8;
-    bad.nans = static_cast<uint32_t *>(host);
-    CHECK(named(run_with(bad), "k_cache.format.nans"));
-    bad = int8;
-    bad.scales = host;
-    CHECK(named(run_with(bad), "k_cache.format.scales"));
-    bad = int8;
-    bad.scale = KVPRIM_SCALE_TENSOR, bad.tile = 0, bad.scales = host;
-    CHECK(named(run_with(bad), "k_cache.format.scales"));
+    const kvprim_store_desc d = store_of(to, from, 256, slots.p, KVPRIM_I32, 8, nullptr);
+    unreachable(&d, host, {{"k_cache.format.nans", &int8.nans}, {"k_cache.format.scales", &int8.scales}});
+    int8.scale = KVPRIM_SCALE_TENSOR, int8.tile = 0;
+    unreachable(&d, host, {{"k_cache.format.scales", &int8.scales}});
 }
 
 /* Each pointer in turn is ordinary host memory, and a table reaches past its allocation. */
@@ -1888,11 +1708,8 @@ static void test_unreachable()
         return;
     }
     void *const host = calloc(1, 1 << 20);
-    unreachable_gathers(host);
-    unreachable_stores(host);
-    unreachable_transfers(host);
+    unreachable_rows(host);
     unreachable_unpacks(host);
-    unreachable_metas(host);
     unreachable_slots(host);
     unreachable_formats(host);
     CUDA(cudaStreamSynchronize(main_launch.stream));
@@ -1967,7 +1784,7 @@ static void claimed_rows(arena *a)
         d.k = place(a, &layouts[0], count, row_bytes, 0);
         d.v = place(a, &layouts[0], count, row_bytes - 4, 0);
         d.k_bytes = row_bytes, d.v_bytes = row_bytes - 4; /* or they are two layers of one task */
-        char *const caches = static_cast<char *>(reserve(a, size_t(2 * rows * row_bytes), 0));
+        char *const caches = reserve<char>(a, size_t(2 * rows * row_bytes), 0);
         d.k_cache = table_of(caches, large_rows, 2 * row_bytes);
         d.v_cache = table_of(caches + row_bytes, large_rows, 2 * row_bytes);
         if (!both)
@@ -2018,15 +1835,10 @@ static void convert_kernels(arena *a)
         }
 }
 
-static void convert_several(arena *a)
+static void convert_on_gpu(arena *a)
 {
     convert_kernels(a);
-    convert_matrix(a);
-    convert_moves(a);
-    convert_presets(a);
-    convert_heads_apart(a);
-    convert_edges(a);
-    convert_empty(a);
+    convert_several(a);
 }
 
 static void test_convert()
@@ -2034,7 +1846,7 @@ static void test_convert()
     static const int64_t row_counts[] = {1, 33, 1000, 9000, 100000};
     convert_counts(&memory, row_counts, quick ? 4 : 5);
     convert_choices(&memory);
-    with_options({0, 1, 8}, convert_several);
+    with_options({0, 1, 8}, convert_on_gpu);
 #ifndef KVPRIM_DEBUG
     convert_claimed(&memory);
 #endif
@@ -2044,7 +1856,7 @@ static void test_convert()
 static void one_convert_graph(unsigned n)
 {
     convert_case c = convert_case_of(n * 5, n % 2 ? small_types[n % 3] : KVPRIM_BF16,
-                                     n % 2 ? KVPRIM_BF16 : small_types[n % 3], static_cast<int>(n % 4));
+                                     n % 2 ? KVPRIM_BF16 : small_types[n % 3], int(n % 4));
     c.form = n % 2 ? CONVERT_STORE : CONVERT_GATHER;
     c.v = NO_V;
     convert_call call = {};
@@ -2103,135 +1915,53 @@ static void run_timed(const char *name, void (*test)())
     fflush(stdout);
 }
 
-/* Each kernel, and each function for kernels of others. The tests up to the empty line sample their cases. */
+#define emulated(name, ...)
+
+/* Each kernel, and each function for kernels of others. */
 static void run_sanitize()
 {
-    run_timed("cuda: each kernel of plain rows", test_kernels);
-    run_timed("cuda: gather, sizes x layouts, sizes x alignments", in_memory<gather_matrix>);
-    run_timed("cuda: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
-    run_timed("cuda: tails, parts, sizes of rows", in_memory<kinds_of_rows>);
-    run_timed("cuda: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
-    run_timed("cuda: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
-    run_timed("cuda: max_sms, pdl", test_options);
-    run_timed("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
-    run_timed("cuda: transfer, layers", in_memory<layer_matrix>);
-    run_timed("cuda: transfer inside one cache", in_memory<copies_on_write>);
-    run_timed("cuda: random transfers", in_memory<fuzz<random_move<kvprim_transfer_desc>>>);
-    run_timed("cuda: several moves at once", test_moves);
-    run_timed("cuda: transfers, layers of the GPU, lists of the host", test_listed);
-    run_timed("cuda: slots, forms x types x sizes, limits", test_slots);
-    run_timed("cuda: slots, max_sms, pdl", test_slots_options);
-    run_timed("cuda: random slots", in_memory<fuzz<random_slots>>);
-    run_timed("cuda: unpack, sizes x kinds x orders", test_unpack);
-    run_timed("cuda: unpack, lengths x alignments", test_unpack_lengths);
-    run_timed("cuda: unpack, counts", test_unpack_counts);
-    run_timed("cuda: unpack, max_sms, pdl", test_unpack_options);
-    run_timed("cuda: random unpacks", in_memory<fuzz<random_unpack>>);
-    run_timed("cuda: copy, sizes x kinds x zeros, scattered", test_copies);
-    run_timed("cuda: copy, lengths x alignments", test_copy_lengths);
-    run_timed("cuda: copy, max_sms, pdl", test_copy_options);
-    run_timed("cuda: random copies", in_memory<fuzz<random_copy>>);
-    run_timed("cuda: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
-    run_timed("cuda: unpack_meta, max_sms, pdl", test_meta_options);
-    run_timed("cuda: random unpack_metas", in_memory<fuzz_metas>);
-    run_timed("cuda: conversions, types x scales x layouts, counts, max_sms, pdl", test_convert);
-    run_timed("cuda: conversions of every element", in_memory<every_input>);
-
-    run_timed("cuda: allocations that end with the table", test_exact_memory);
-    run_timed("cuda: duplicate slots", test_duplicates);
-    run_timed("cuda: layouts of engines", test_layouts);
-    run_timed("cuda: device functions: rows", test_device_rows);
-    run_timed("cuda: device functions: addresses", test_device_bytes);
-    run_timed("cuda: warp copy and zero, lengths x alignments", test_warps);
-    run_timed("cuda: two threads, two streams", test_threads);
+#define both(name, ...)
+#define both_long(name, ...)
+#define on_gpu(name, ...)
+#define on_gpu_long(name, ...)
+#define sampled(name, ...) run_timed("cuda: " name, __VA_ARGS__)
+#define on_gpu_sampled sampled
+#define only_sampled sampled
+#include "test_list.h"
+#undef both
+#undef on_gpu
+#undef sampled
+#undef on_gpu_sampled
+#undef only_sampled
     sampled_print();
 }
 
 static void run_quick()
 {
-    run("cuda: gather, sizes x layouts, sizes x alignments", in_memory<gather_matrix>);
-    run("cuda: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
-    run("cuda: counts", test_counts);
-    run("cuda: max_sms, pdl", test_options);
-    run("cuda: each kernel of plain rows", test_kernels);
-    run("cuda: no launch options", test_null_launch);
-    run("cuda: vocabulary shard, padding alone", in_memory<uses>);
-    run("cuda: bad descriptors", in_memory<bad_descriptors>);
-    run("cuda: bad index types", test_bad_types);
-#ifndef KVPRIM_DEBUG
-    run("cuda: tables that claim more rows than there are", in_memory<claimed_tables>);
-#endif
-    run("cuda: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
-    run("cuda: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
-    run("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
-    run("cuda: transfer, layers", in_memory<layer_matrix>);
-    run("cuda: transfer inside one cache", in_memory<copies_on_write>);
-    run("cuda: several moves at once", test_moves);
-    run("cuda: random transfers", in_memory<fuzz<random_move<kvprim_transfer_desc>>>);
-    run("cuda: transfers between device, pinned and managed memory", test_transfer_memory);
-    run("cuda: transfers to and from another GPU's memory", test_peer_memory);
-    run("cuda: transfers in graphs", test_transfer_graphs);
-    run("cuda: transfers, layers of the GPU, lists of the host", test_listed);
-    run("cuda: transfers, layers of the GPU and lists of the host in graphs", test_listed_graphs);
-    run("cuda: transfers from and to ordinary host memory", test_pageable);
-    run("cuda: max_sms, blocks", test_blocks);
-    run("cuda: transfers over the link to the host", test_link);
-    run("cuda: duplicate slots", test_duplicates);
-    run("cuda: pinned and managed memory", test_other_memory);
-    run("cuda: allocations that end with the table", test_exact_memory);
-    run("cuda: warp copy and zero, lengths x alignments", test_warps);
-    run("cuda: layouts of engines", test_layouts);
-    run("cuda: device functions: rows", test_device_rows);
-    run("cuda: device functions: addresses", test_device_bytes);
-    run("cuda: graphs replayed with other indices", test_graphs);
-    run("cuda: chains of stores and gathers", test_chains);
-    run("cuda: slots, forms x types x sizes, limits", test_slots);
-    run("cuda: slots, max_sms, pdl", test_slots_options);
-    run("cuda: slots, bad descriptors", in_memory<bad_slots>);
-    run("cuda: random slots", in_memory<fuzz<random_slots>>);
-    run("cuda: slots, then stores, then gathers, in graphs", test_slots_graphs);
-    run("cuda: unpack, sizes x kinds x orders", test_unpack);
-    run("cuda: unpack, lengths x alignments", test_unpack_lengths);
-    run("cuda: unpack, counts", test_unpack_counts);
-    run("cuda: unpack, max_sms, pdl", test_unpack_options);
-    run("cuda: unpack, bad descriptors", in_memory<bad_unpacks>);
-    run("cuda: random unpacks", in_memory<fuzz<random_unpack>>);
-    run("cuda: unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
-    run("cuda: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
-    run("cuda: unpack_meta, max_sms, pdl", test_meta_options);
-    run("cuda: unpack_meta, bad descriptors", in_memory<bad_metas>);
-    run("cuda: random unpack_metas", in_memory<fuzz_metas>);
-    run("cuda: unpack_meta, late descriptors, in a stream and in graphs", test_late);
-    run("cuda: copy, sizes x kinds x zeros, scattered", test_copies);
-    run("cuda: copy, lengths x alignments", test_copy_lengths);
-    run("cuda: copy, max_sms, pdl", test_copy_options);
-    run("cuda: copy, bad descriptors", in_memory<bad_copies>);
-    run("cuda: copy, empty items", in_memory<empty_copies>);
-    run("cuda: random copies", in_memory<fuzz<random_copy>>);
-    run("cuda: copies that follow each other, in a stream and in graphs", test_copy_relays);
-    run("cuda: copies between device, pinned and managed memory", test_copy_memory);
-    run("cuda: conversions, types x scales x layouts, counts, max_sms, pdl", test_convert);
-    run("cuda: conversions of every element", in_memory<every_input>);
-    run("cuda: conversions in graphs", test_convert_graphs);
-    run("cuda: two threads, two streams", test_threads);
-#ifdef KVPRIM_DEBUG
-    run("cuda: memory out of the GPU's reach", test_unreachable);
-#endif
+#define both(name, ...) run("cuda: " name, __VA_ARGS__)
+#define sampled both
+#define on_gpu both
+#define on_gpu_sampled both
+#define only_sampled(name, ...)
+#include "test_list.h"
+#undef both
+#undef both_long
+#undef sampled
+#undef on_gpu
+#undef on_gpu_sampled
+#undef on_gpu_long
 }
 
 /* Not under compute-sanitizer, which would report the error that is made here, and take minutes for 2^31 rows. */
 static void run_long()
 {
-    run("cuda: max_sms, what runs beside", test_crowds);
-    run("cuda: past 4 GiB and 2^31", test_large_table);
-    run("cuda: an earlier error of the caller's", test_earlier_error);
-    run("cuda: past 65,535 blocks of rows", test_many_blocks);
-    run("cuda: more than 2^31 rows", test_many_rows);
-    run("cuda: more than 2^31 slots", test_many_slots);
-    run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);
-    run("cuda: unpack_meta, offsets past 4 GiB, a fragment of 4 GiB", test_far_metas);
-    run("cuda: the legacy stream beside a capture", test_legacy_capture);
-    run("cuda: earlier work that failed", test_earlier_work);
+#define both(name, ...)
+#define sampled(name, ...)
+#define on_gpu(name, ...)
+#define on_gpu_sampled(name, ...)
+#define both_long(name, ...) run("cuda: " name, __VA_ARGS__)
+#define on_gpu_long both_long
+#include "test_list.h"
 }
 
 int main(int argc, char **argv)
@@ -2246,6 +1976,10 @@ int main(int argc, char **argv)
         return finish();
     thin = quick ? 13 : 1;
     fuzz_rounds = quick ? 300 : 5000;
+    most.counts = quick ? 2 << 20 : 60 << 20, most.moves = quick ? 40 : 300;
+    most.batches = quick ? 1 << 20 : 8 << 20, most.copies = quick ? 1 << 18 : 4 << 20,
+    most.metas = quick ? 1 << 20 : 24 << 20;
+    most.meta_step = quick ? 60 : 5, most.random_metas = fuzz_rounds;
     CUDA(cudaStreamCreateWithFlags(&main_launch.stream, cudaStreamNonBlocking));
     open_arena(&memory, size_t(288) << 20, &main_launch);
     sampled_on ? run_sanitize() : run_quick();

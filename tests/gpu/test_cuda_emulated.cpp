@@ -11,6 +11,8 @@
 #include "cuda_shim.h"
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
+static bool quick;
+
 #include "test_rows.h"
 #include "test_transfers.h"
 #include "test_fragments.h"
@@ -20,6 +22,8 @@
 #include "test_meta.h"
 #include "test_convert.h"
 #include "test_choice.h"
+#include "test_refusals.h"
+#include "test_shared.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -48,9 +52,8 @@ static void say_where()
 /* ---- memory ---- */
 
 static unsigned enqueued_before, launches_before;
-static bool quick;
 
-static unsigned enqueued_so_far()
+static unsigned enqueued()
 {
     return kvprim_emulate_launches + kvprim_emulate_copies;
 }
@@ -105,7 +108,7 @@ static void kvprim_emulate_note(const kvpc_plain &p)
 static void before(arena *a)
 {
     letters.clear();
-    enqueued_before = enqueued_so_far();
+    enqueued_before = enqueued();
     launches_before = kvprim_emulate_launches;
     kvprim_emulate_last_first = !kvprim_emulate_last_first; /* the order must not matter */
     ASAN_POISON_MEMORY_REGION(a->got, a->used);
@@ -116,13 +119,13 @@ static void allow(arena *a, size_t offset, size_t bytes)
     ASAN_UNPOISON_MEMORY_REGION(a->got + offset, bytes);
 }
 
-static void after(arena *a, bool enqueued)
+static void after(arena *a, bool enqueues)
 {
     ASAN_UNPOISON_MEMORY_REGION(a->got, a->used);
-    if ((enqueued_so_far() != enqueued_before) != enqueued)
-        fail("%s: %u kernels and copies were enqueued", current, enqueued_so_far() - enqueued_before);
+    if ((enqueued() != enqueued_before) != enqueues)
+        fail("%s: %u kernels and copies were enqueued", current, enqueued() - enqueued_before);
     if (kvprim_emulate_launches != launches_before && a->launch && a->launch->max_sms > 0 &&
-        gridDim.x > static_cast<unsigned>(a->launch->max_sms))
+        gridDim.x > unsigned(a->launch->max_sms))
         fail("%s: %u blocks, max_sms is %d", current, gridDim.x, a->launch->max_sms);
 }
 
@@ -155,39 +158,45 @@ template <class Params> static void launch_threads(void (*kernel)(Params), int64
 
 /* ---- tests ---- */
 
-static void test_counts()
+/* Whether a kernel was launched. */
+template <class Kernel> static bool ran(Kernel *kernel)
 {
-    static const int64_t counts[] = {1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 1000, 2048, 2049, 4096, 4097, 20000};
-    count_matrix(&memory, quick ? 1 << 17 : 1 << 21, counts, sizeof counts / sizeof *counts);
+    return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
 }
 
-static void test_max_sms()
+/* If a launch is a dependent one, its threads wait for the kernel before, and touch no memory until then. */
+static void with_options(void (*test)(arena *))
 {
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms += quick ? 5 : 1) {
-        launch.pdl = launch.max_sms % 2;
-        small_matrix(&memory);
-        small_transfers(&memory);
-    }
+    kvprim_emulate_pdl = true;
+    for (const int32_t max_sms : {0, 1, 2, 5})
+        for (const int32_t pdl : {1, 0}) {
+            const unsigned early = kvprim_emulate_early, waits = kvprim_emulate_waits;
+            if (quick && max_sms != (pdl ? 0 : 5))
+                continue;
+            launch.max_sms = max_sms, launch.pdl = pdl;
+            test(&memory);
+            CHECK(kvprim_emulate_waits != waits || !pdl);
+            if (test != small_copies) /* of which some take two launches: the second one waits at its end */
+                CHECK(kvprim_emulate_early == early);
+        }
+    kvprim_emulate_pdl = false;
     memory.launch = nullptr;
 }
 
-static void test_transfer()
+static void test_kernels()
 {
-    transfer_matrix(&memory);
-    transfer_heads_apart(&memory);
-    transfer_counts(&memory, quick ? 1 << 17 : 4 << 20);
+    kernel_matrix(&memory);
 }
 
 /* Returns a transfer of packed rows, the destination's `gap` bytes apart. */
 static kvprim_transfer_desc plain_transfer(unsigned char *dst, const unsigned char *src, int64_t row_bytes,
                                            int64_t count, int32_t layers, int64_t gap)
 {
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(dst, count, row_bytes + gap);
-    d.src = table_of(const_cast<unsigned char *>(src), count, row_bytes);
-    d.row_bytes = row_bytes, d.count = count, d.layers = layers;
+    kvprim_transfer_desc d = transfer_of(table_of(dst, count, row_bytes + gap),
+                                         table_of(const_cast<unsigned char *>(src), count), row_bytes, count);
+    d.layers = layers;
     return d;
 }
 
@@ -227,8 +236,7 @@ static void link_choices()
         CHECK(kvprim_emulate_copies - copies == c.copies && kvprim_emulate_launches - launches == (c.copies == 0));
         CHECK(c.copies || gridDim.x == c.blocks);
         for (int64_t r = 0; r < c.layers * c.count; r++)
-            CHECK(memcmp(dst + r * (c.row_bytes + c.gap), src + r * c.row_bytes, static_cast<size_t>(c.row_bytes)) ==
-                  0);
+            CHECK(memcmp(dst + r * (c.row_bytes + c.gap), src + r * c.row_bytes, size_t(c.row_bytes)) == 0);
     }
     kvprim_emulate_captured = false;
 }
@@ -264,7 +272,7 @@ static void link_runs()
                            src + l * d.src_layer_stride + (index[i] - base) * d.src.stride, row_bytes);
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
         CHECK(memcmp(got, want, sizeof got) == 0 && rejected == 0);
-        CHECK(kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kvpc_lines_kernel)) != 0);
+        CHECK(ran(kvpc_lines_kernel));
     }
 }
 
@@ -279,10 +287,9 @@ static void link_pairs()
     for (auto *const to : {want, got}) {
         kvprim_move moves[2];
         for (int k = 0; k < 2; k++) {
-            kvprim_transfer_desc d = {};
-            d.dst = table_of(to[k], count, layers * row_bytes), d.src = table_of(src[k], 1, row_bytes);
-            d.dst_layer_stride = row_bytes, d.layers = layers, d.row_bytes = row_bytes, d.count = count;
-            d.src_index = index, d.index_type = KVPRIM_I32;
+            kvprim_transfer_desc d =
+                transfer_of(table_of(to[k], count, layers * row_bytes), table_of(src[k], 1), row_bytes, count);
+            d.dst_layer_stride = row_bytes, d.layers = layers, d.src_index = index;
             CHECK(kvprim_transfer_moves(&d, &moves[k]) == KVPRIM_OK);
         }
         CHECK((to == want ? kvprim_cpu_move(moves, 2) : kvprim_cuda_move(moves, 2, nullptr)) == KVPRIM_OK);
@@ -299,11 +306,7 @@ static void test_listed()
     for (int n = 0; n < (quick ? 2 : 3); n++) { /* on the whole GPU, over the link, on five multiprocessors */
         kvprim_emulate_link = n == 1;
         launch.max_sms = n == 2 ? 5 : 0;
-        listed_transfers(&memory);
-        unaligned_bases(&memory);
-        host_lists(&memory);
-        many_device_layers(&memory);
-        listed_moves(&memory);
+        listed_options(&memory);
     }
     kvprim_emulate_link = false;
     memory.launch = nullptr;
@@ -336,21 +339,17 @@ static void test_link()
 }
 
 /* A launch takes at least as many layers as the header says. */
-static void test_layers()
+static void test_launches_of_layers()
 {
-    layer_matrix(&memory);
     for (const int32_t layers : {1, 128, 231, 232, 433}) {
         std::vector<unsigned char> dst(433), src(433);
-        kvprim_transfer_desc d = {};
-        d.dst = table_of(dst.data(), 1);
-        d.src = table_of(src.data(), 1);
-        d.row_bytes = d.count = 1;
+        kvprim_transfer_desc d = transfer_of(table_of(dst.data(), 1), table_of(src.data(), 1), 1, 1);
         d.layers = layers;
         fill(src.data(), src.size());
         const unsigned before_it = kvprim_emulate_launches;
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
-        CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 230) / 231);
-        CHECK(memcmp(dst.data(), src.data(), static_cast<size_t>(layers)) == 0);
+        CHECK(kvprim_emulate_launches - before_it <= unsigned(layers + 230) / 231);
+        CHECK(memcmp(dst.data(), src.data(), size_t(layers)) == 0);
         static const int32_t past[1] = {1};
         uint32_t rejected = 0;
         d.src_index = past, d.index_type = KVPRIM_I32, d.rejected = &rejected;
@@ -368,7 +367,7 @@ struct listed_launches {
 /* Rows of a byte. The last index is past the table. */
 static void one_listed_launch(const listed_launches &c)
 {
-    const size_t count = static_cast<size_t>(c.count), layers = static_cast<size_t>(c.layers);
+    const size_t count = size_t(c.count), layers = size_t(c.layers);
     const size_t step = c.how & SRC_TABLE || c.arrays & 2 ? 1 : count; /* from layer to layer of src */
     std::vector<unsigned char> dst(layers * count), src((layers * step + count + 15) / 16 * 16); /* 16 bytes are read */
     std::vector<void *> to(layers), from(layers);
@@ -378,11 +377,10 @@ static void one_listed_launch(const listed_launches &c)
     for (size_t l = 0; l < layers; l++)
         to[l] = &dst[l * count], from[l] = &src[l * step];
     for (size_t i = 0; i < count; i++)
-        index[i] = static_cast<int32_t>(i + (i == count - 1));
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(dst.data(), c.count), d.src = table_of(src.data(), c.count);
-    d.layers = c.layers, d.row_bytes = 1, d.count = c.count, d.rejected = &rejected;
-    d.src_index = index.data(), d.index_type = KVPRIM_I32, d.host_index = c.how & HOST_LISTS ? 1 : 0;
+        index[i] = int32_t(i + (i == count - 1));
+    kvprim_transfer_desc d = transfer_of(table_of(dst.data(), c.count), table_of(src.data(), c.count), 1, c.count);
+    d.layers = c.layers, d.rejected = &rejected;
+    d.src_index = index.data(), d.host_index = c.how & HOST_LISTS ? 1 : 0;
     d.dst_device_layers = c.how & DST_TABLE ? to.data() : nullptr;
     d.src_device_layers = c.how & SRC_TABLE ? from.data() : nullptr;
     d.dst_layers = c.arrays & 1 ? to.data() : nullptr;
@@ -390,13 +388,12 @@ static void one_listed_launch(const listed_launches &c)
     const unsigned before_it = kvprim_emulate_launches;
     const kvprim_status status = kvprim_cuda_transfer(&d, nullptr);
     if (status != KVPRIM_OK || kvprim_emulate_launches - before_it != c.launches)
-        fail("%lld rows of %d layers, kind %u, arrays %u: %u launches; %s", static_cast<long long>(c.count), c.layers,
-             c.how, c.arrays, kvprim_emulate_launches - before_it, kvprim_last_error());
+        fail("%lld rows of %d layers, kind %u, arrays %u: %u launches; %s", print_i64(c.count), c.layers, c.how,
+             c.arrays, kvprim_emulate_launches - before_it, kvprim_last_error());
     CHECK(rejected == 1); /* however many launches */
     for (size_t l = 0; l < layers; l++)
         if (memcmp(to[l], from[l], count - 1) != 0 || dst[l * count + count - 1] != 0)
-            fail("%lld rows of %d layers, kind %u: layer %zu is wrong", static_cast<long long>(c.count), c.layers,
-                 c.how, l);
+            fail("%lld rows of %d layers, kind %u: layer %zu is wrong", print_i64(c.count), c.layers, c.how, l);
 }
 
 /* Device layers need no room, lists and host arrays as much as the header says. */
@@ -421,45 +418,31 @@ static void test_listed_launches()
         one_listed_launch(c);
 }
 
-/* What must be refused must be refused alike, and what the GPU or the host does not reach by its name. */
-static void bad_listed(arena *a)
+/* What the GPU or the host does not reach must be refused by its name. */
+static void unreachable_listed(arena *a)
 {
     const kvprim_transfer_desc good = good_transfer(a);
-    kvprim_transfer_desc d, resolved;
+    kvprim_transfer_desc resolved;
     CHECK(kvprim_transfer_check(&good, &resolved) == KVPRIM_OK);
     listed_transfer listed(a, good, resolved, LISTED_KINDS - 1);
-    const kvprim_transfer_desc on = listed.on.d;
-    void *const host_layers[2] = {a->got, a->got + 1024};
-    const auto refused = [&](kvprim_status want, const char *words) {
+    kvprim_transfer_desc d = listed.on.d;
+    const auto refused = [&](const char *field, const char *advice) {
         memcpy(a->got, a->expected, a->used);
-        CHECK_ERROR(kvprim_cuda_transfer(&d, nullptr), want, words);
-        CHECK(strncmp(kvprim_last_error(), "kvprim_cuda_transfer: ", 22) == 0);
-        CHECK(memcmp(a->got, a->expected, a->used) == 0);
+        expect_refusal(__LINE__, &d, nullptr, KVPRIM_ERROR_ARGUMENT, field);
+        CHECK(strstr(kvprim_last_error(), advice) && memcmp(a->got, a->expected, a->used) == 0);
+        d = listed.on.d;
     };
-#define REFUSED_WITH(change, status, words)                                                                            \
-    d = on;                                                                                                            \
-    d.change;                                                                                                          \
-    refused(KVPRIM_ERROR_##status, words)
-    REFUSED_WITH(dst_layers = host_layers, ARGUMENT, "both dst_layers and dst_device_layers are set");
-    REFUSED_WITH(src_layer_stride = 2048, ARGUMENT, "both src_device_layers and src_layer_stride are set");
-    REFUSED_WITH(host_index = 3, ARGUMENT, "host_index is 3");
-    REFUSED_WITH(src_device_layers = d.dst_device_layers, OVERLAP, "set same_cache");
-    REFUSED_WITH(same_cache = 1, ARGUMENT, "same_cache is 1, but dst_device_layers is");
-    REFUSED_WITH(dst.rows = 0, SIZE, "dst.rows is 0");
-    REFUSED_WITH(src_index_stride = -1, SIZE, "src_index_stride is -1");
-    kvprim_emulate_pageable = on.src_device_layers;
-    REFUSED_WITH(reserved = 0, ARGUMENT, "src_device_layers (");
+    kvprim_emulate_pageable = d.src_device_layers;
+    refused("src_device_layers (", "");
     kvprim_emulate_pageable = a->got + 64;
-    REFUSED_WITH(dst_device_layers = nullptr; d.dst.data = a->got + 64, ARGUMENT, "dst (");
-    CHECK(strstr(kvprim_last_error(), "pin it (cudaMallocHost, cudaHostRegister"));
-    kvprim_emulate_pageable = on.src_index;
-    REFUSED_WITH(host_index = 0, ARGUMENT, "src_index (");
-    CHECK(strstr(kvprim_last_error(), "or set host_index = 1"));
-    kvprim_emulate_device = on.dst_index;
-    REFUSED_WITH(host_index = 1, ARGUMENT, "dst_index (");
-    CHECK(strstr(kvprim_last_error(), "is memory of a GPU, but host_index is 1"));
+    d.dst_device_layers = nullptr, d.dst.data = a->got + 64;
+    refused("dst (", "pin it (cudaMallocHost, cudaHostRegister");
+    kvprim_emulate_pageable = d.src_index;
+    d.host_index = 0;
+    refused("src_index (", "or set host_index = 1");
+    kvprim_emulate_device = d.dst_index;
+    refused("dst_index (", "is memory of a GPU, but host_index is 1");
     kvprim_emulate_pageable = kvprim_emulate_device = nullptr;
-#undef REFUSED_WITH
 }
 
 /* Each list of moves takes as few launches as the header says: up to 4 moves of any kind, and alike ones with up to 231
@@ -472,13 +455,10 @@ static void test_launches_of_moves()
     for (size_t n = 1; n <= 5; n++)
         for (int kind = 0; kind < 4; kind++) {
             for (size_t k = 0; k < n; k++) {
-                kvprim_transfer_desc d = {};
-                d.dst = table_of(bytes + 256 * k, 4);
-                d.src = table_of(bytes + 2048 + 256 * k, 4);
-                d.row_bytes = kind % 2 ? static_cast<int64_t>(16 + 16 * k) : 16;
-                d.count = 4;
+                kvprim_transfer_desc d = transfer_of(table_of(bytes + 256 * k, 4), table_of(bytes + 2048 + 256 * k, 4),
+                                                     kind % 2 ? int64_t(16 + 16 * k) : 16, 4);
                 if (kind < 2)
-                    d.dst_index = d.src_index = index, d.index_type = KVPRIM_I32;
+                    d.dst_index = d.src_index = index;
                 CHECK(kvprim_transfer_moves(&d, &m[k]) == KVPRIM_OK);
             }
             const unsigned first = kvprim_emulate_launches;
@@ -519,10 +499,8 @@ static void moves_apart()
 static void test_moves()
 {
     kvprim_cuda_launch launch = {};
-    usual_moves(&memory);
-    random_moves(&memory, quick ? 30 : 200);
+    several_moves(&memory);
     moves_apart();
-    repointed_moves(&memory);
     memory.launch = &launch;
     for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
         random_moves(&memory, quick ? 10 : 40);
@@ -547,8 +525,7 @@ static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int6
     const kvprim_gather_desc gather =
         gather_of(table_of(dst[1], 2), table_of(src[1], 2), row_bytes, index, type, 0, 2, nullptr);
     kvprim_store_desc store = store_of(to, from, row_bytes, index, type, 2, nullptr);
-    kvprim_transfer_desc transfer = {};
-    transfer.dst = to, transfer.src = from, transfer.row_bytes = row_bytes, transfer.count = 1;
+    const kvprim_transfer_desc transfer = transfer_of(to, from, row_bytes, 1);
     kvprim_move moves[2];
     CHECK(kvprim_gather_moves(&gather, &moves[0]) == KVPRIM_OK);
     CHECK(kvprim_transfer_moves(&transfer, &moves[1]) == KVPRIM_OK);
@@ -557,7 +534,7 @@ static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int6
     expect_waits("store of K and V", dependent, kvprim_cuda_store(&store, launch));
     drop_v(&store);
     expect_waits("store of K", dependent, kvprim_cuda_store(&store, launch));
-    store.k_cache.heads = static_cast<int32_t>(row_bytes / 4), store.k_cache.head_stride = 8;
+    store.k_cache.heads = int32_t(row_bytes / 4), store.k_cache.head_stride = 8;
     expect_waits("store in pieces", dependent, kvprim_cuda_store(&store, launch));
     expect_waits("transfer", dependent, kvprim_cuda_transfer(&transfer, launch));
     void *const dst_layers[1] = {dst[0]}, *const src_layers[1] = {src[0]};
@@ -567,7 +544,7 @@ static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int6
     listed.src_index = index, listed.index_type = type, listed.host_index = 1;
     expect_waits("transfer of a list of the host", dependent, kvprim_cuda_transfer(&listed, launch));
     expect_waits("two moves", dependent, kvprim_cuda_move(moves, 2, launch));
-    const kvprim_fragment f = {0, 0, static_cast<uint64_t>(row_bytes)};
+    const kvprim_fragment f = {0, 0, uint64_t(row_bytes)};
     const kvprim_unpack_desc unpack = {src, sizeof src, dst, sizeof dst, &f, 1, 0};
     expect_waits("unpack", dependent, kvprim_cuda_unpack(&unpack, launch));
 }
@@ -625,7 +602,7 @@ static void test_plain_limits()
                       far[2], KVPRIM_I64, c.base, c.count, nullptr);
         CHECK(kvprim_gather_moves(&d, &move) == KVPRIM_OK);
         if (kvpc_is_plain(&move, &bits) != c.plain)
-            fail("case %d", static_cast<int>(&c - cases));
+            fail("case %d", int(&c - cases));
     }
 }
 
@@ -879,9 +856,6 @@ static void test_all_kernels()
         {"small dependent store of K and V", kvpc_store_of<1, 2, kvpc_trigger_first>},
         {"dependent store of K and V", kvpc_store_of<1, 2, kvpc_trigger_late>},
     };
-    const auto ran = [](auto kernel) {
-        return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
-    };
     for (const auto &kind : kinds)
         for (const kvpc_fit fit : {kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words})
             if (!ran(kind.of(fit)))
@@ -905,12 +879,12 @@ static void test_divisors()
     for (uint32_t by = 1; by < 1000; by++)
         all.push_back(by);
     for (int n = 0; n < 3000; n++)
-        all.push_back(1 + static_cast<uint32_t>(below(1u << (1 + n % 31))));
+        all.push_back(1 + uint32_t(below(1u << (1 + n % 31))));
     for (const uint32_t by : all) {
         const kvpc_divisor d = kvpc_divisor_of(by);
         for (int n = 0; n < 40; n++) {
             const uint32_t most = (1u << 31) - 1, times = most / by;
-            const uint32_t multiple = by * (n < 2 ? times : static_cast<uint32_t>(below(uint64_t(times) + 1)));
+            const uint32_t multiple = by * (n < 2 ? times : uint32_t(below(uint64_t(times) + 1)));
             const uint32_t number = n % 2 && multiple ? multiple - 1 : n == 2 ? most : multiple;
             if (number <= most &&
                 (kvpc_divide(number, d) != number / by || kvpc_divide(uint64_t(number), d) != number / by))
@@ -1002,32 +976,9 @@ static void test_unlike_moves()
                     both_at_once(both, form, change, counted);
 }
 
-static void test_slots()
-{
-    kvprim_cuda_launch launch = {};
-    slots_matrix(&memory);
-    slots_counts(&memory);
-    slots_limits(&memory);
-    slots_unordered(&memory);
-    if (!quick)
-        slots_rounds(&memory);
-    memory.launch = &launch;
-    kvprim_emulate_pdl = true;
-    const unsigned early = kvprim_emulate_early;
-    for (launch.max_sms = 0; launch.max_sms <= 2; launch.max_sms++)
-        for (launch.pdl = 0; launch.pdl < 2; launch.pdl++)
-            small_slots(&memory);
-    CHECK(kvprim_emulate_early == early);
-    kvprim_emulate_pdl = false;
-    memory.launch = nullptr;
-}
-
 /* Every kernel of slots has run by now. */
 static void test_slots_kernels()
 {
-    const auto ran = [](auto kernel) {
-        return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
-    };
     CHECK(ran(kvpc_slots_kernel<true, int32_t, uint32_t>) && ran(kvpc_slots_kernel<false, int32_t, uint32_t>));
     CHECK(ran(kvpc_slots_kernel<true, int32_t, uint64_t>) && ran(kvpc_slots_kernel<false, int32_t, uint64_t>));
     CHECK(ran(kvpc_slots_kernel<true, int64_t, uint32_t>) && ran(kvpc_slots_kernel<false, int64_t, uint32_t>));
@@ -1038,19 +989,13 @@ static void test_slots_round_trips()
 {
     for (int form = 0; form < n_slots_forms; form++)
         for (const int64_t count : {1, 32, 300}) {
-            const slots_round_trip t = make_round_trip(&memory, form, static_cast<unsigned>(below(8)), count, 96);
+            const slots_round_trip t = make_round_trip(&memory, form, unsigned(below(8)), count, 96);
             memcpy(memory.got, memory.expected, memory.used);
             round_trip_on_host(&t);
-            snprintf(current, sizeof current, "slots, store, gather of %lld tokens, form %d",
-                     static_cast<long long>(count), form);
+            snprintf(current, sizeof current, "slots, store, gather of %lld tokens, form %d", print_i64(count), form);
             enqueue_round_trip(&memory, &t);
             compare(&memory);
         }
-}
-
-static void test_unpack()
-{
-    batch_matrix(&memory, quick ? 100000 : 700000);
 }
 
 /* All short lengths, then some longer ones. */
@@ -1098,7 +1043,7 @@ static void test_surveys()
         job.list = kvpc_list{reinterpret_cast<const kvpc_fragment *>(f), 3, c.src, bytes, c.dst, bytes, false};
         kvpc_survey(&job, false);
         if (!job.fit || job.apart != c.apart)
-            fail("case %d: fit %d, apart %d", static_cast<int>(&c - cases), job.fit, job.apart);
+            fail("case %d: fit %d, apart %d", int(&c - cases), job.fit, job.apart);
     }
     /* of a copy, what the bits of all addresses leave room for: 128 bytes here */
     for (const uint64_t distance : {0x40, 0x7f, 0x80, 0xff, 0x100})
@@ -1123,17 +1068,6 @@ static void test_unpack_launches()
         if (kvprim_emulate_launches - first != wanted)
             fail("%s: %u launches, not %u", current, kvprim_emulate_launches - first, wanted);
     }
-}
-
-static void test_unpack_options()
-{
-    kvprim_cuda_launch launch = {};
-    memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1) {
-        launch.pdl = launch.max_sms % 2;
-        small_batches(&memory);
-    }
-    memory.launch = nullptr;
 }
 
 static void one_warp_length(unsigned char *src, unsigned char *got, unsigned char *want, size_t bytes, bool zero)
@@ -1318,7 +1252,7 @@ static void zeros_by_cuda(uint64_t bytes, uint64_t piece, bool pdl, int32_t max_
     kvprim_emulate_refuse = refuse;
     CHECK(kvprim_cuda_copy(&d, &launch) == KVPRIM_OK);
     kvprim_emulate_refuse = kvprim_emulate_pdl = false;
-    CHECK(static_cast<uint64_t>(std::count(to, to + bytes, 0)) == bytes && to[-1] == 0xee && to[bytes] == 0xee);
+    CHECK(uint64_t(std::count(to, to + bytes, 0)) == bytes && to[-1] == 0xee && to[bytes] == 0xee);
     CHECK(kvprim_emulate_copies - copies == by_cuda && kvprim_emulate_launches - launches == !by_cuda);
 }
 
@@ -1383,35 +1317,16 @@ static void test_zeros_beside_copies()
     copy_beside_zeros();
 }
 
-static void test_copies()
-{
-    copy_matrix(&memory, quick ? 30000 : 300000);
-    single_copies(&memory);
-    scattered_lists(&memory);
-}
-
 static void test_copy_lengths()
 {
     for (size_t bytes = 0; bytes <= 300; bytes = quick ? next_length(bytes) : bytes + 1)
         one_copy_length(&memory, bytes, bytes % 2 != 0);
 }
 
-static void test_copy_options()
-{
-    kvprim_cuda_launch launch = {};
-    memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1) {
-        launch.pdl = launch.max_sms % 2;
-        small_copies(&memory);
-    }
-    memory.launch = nullptr;
-}
-
 /* Addresses take the bits in which they differ: what all of them share, about half, is not stored. */
 static void test_copy_launches()
 {
     const uintptr_t low = reinterpret_cast<uintptr_t>(memory.device), high = low + memory.capacity;
-    many_copies(&memory);
     const batch_case c = {4000, 700, EVEN, SHUFFLED, SHUFFLED, 1, 3, 0, 1};
     noted.clear();
     one_copy_batch(&memory, &c, NO_ZEROS);
@@ -1422,7 +1337,7 @@ static void test_copy_launches()
 /* Fragments of so many tiles each, and the table of them, in as much memory as kvpc_fragments_in gives it. */
 static void one_table(const std::vector<uint32_t> &tiles)
 {
-    const uint32_t count = static_cast<uint32_t>(tiles.size());
+    const uint32_t count = uint32_t(tiles.size());
     const size_t room = count + count / kvpc_table_share + 2;
     uint32_t *const data = static_cast<uint32_t *>(malloc(room * sizeof *data));
     kvpc_unpack h = {};
@@ -1430,7 +1345,7 @@ static void one_table(const std::vector<uint32_t> &tiles)
     for (uint32_t i = 0; data && i < count; h.tiles += tiles[i++])
         data[i] = h.tiles;
     kvpc_store_table(&h, data);
-    const uint32_t places = static_cast<uint32_t>((h.tiles + (uint64_t(1) << h.table_shift) - 1) >> h.table_shift);
+    const uint32_t places = uint32_t((h.tiles + (uint64_t(1) << h.table_shift) - 1) >> h.table_shift);
     CHECK(h.table + places < room && data[h.table + places] == count - 1);
     for (uint32_t k = 0, i = 0; k < places; k++) {
         while (i + 1 < count && data[i + 1] <= k << h.table_shift)
@@ -1454,7 +1369,7 @@ static void test_unpack_tables()
     for (unsigned n = 0; n < 2000; n++) {
         std::vector<uint32_t> tiles(1 + below(n % 20 ? 60 : 5000));
         for (uint32_t &t : tiles)
-            t = n % 4 == 0 ? most / static_cast<uint32_t>(tiles.size()) : chance(3) ? 0 : uint32_t(below(200));
+            t = n % 4 == 0 ? most / uint32_t(tiles.size()) : chance(3) ? 0 : uint32_t(below(200));
         tiles[below(tiles.size())] += n % 8 == 0 ? 1u << 23 : 0;
         one_table(tiles);
     }
@@ -1467,7 +1382,7 @@ static unsigned char *reserve_addresses(uint64_t bytes)
     void *const p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p != MAP_FAILED)
         return static_cast<unsigned char *>(p);
-    skip("%llu bytes of addresses cannot be reserved", static_cast<unsigned long long>(bytes));
+    skip("%llu bytes of addresses cannot be reserved", print_u64(bytes));
     return nullptr;
 }
 
@@ -1489,7 +1404,7 @@ struct addresses {
 
 static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
 {
-    const addresses table(static_cast<uint64_t>(large_rows * row_bytes));
+    const addresses table(uint64_t(large_rows * row_bytes));
     if (!table.p)
         return;
     alignas(16) unsigned char input[large_count * large_row_most], output[large_count * large_row_most];
@@ -1518,7 +1433,7 @@ static void test_large_table()
 static void one_long_gather(int64_t row_bytes)
 {
     const int64_t count = (int64_t(1) << 29) + 1;
-    const addresses dst(static_cast<uint64_t>(count * row_bytes)), index(static_cast<uint64_t>(count) * 4);
+    const addresses dst(uint64_t(count * row_bytes)), index(uint64_t(count) * 4);
     if (!dst.p || !index.p)
         return;
     alignas(16) unsigned char row[16];
@@ -1528,7 +1443,7 @@ static void one_long_gather(int64_t row_bytes)
     kvprim_emulate_last_only = true;
     CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK);
     kvprim_emulate_last_only = false;
-    CHECK(memcmp(dst.p + (count - 1) * row_bytes, row, static_cast<size_t>(row_bytes)) == 0);
+    CHECK(memcmp(dst.p + (count - 1) * row_bytes, row, size_t(row_bytes)) == 0);
 }
 
 static void test_long_gathers()
@@ -1542,7 +1457,7 @@ static void test_long_gathers()
 static void test_many_blocks()
 {
     const int64_t row_bytes = 8192, half = row_bytes / 2, count = 65 * kvpc_grid_rows;
-    const addresses dst(static_cast<uint64_t>(count * row_bytes)), index(static_cast<uint64_t>(count) * 4);
+    const addresses dst(uint64_t(count * row_bytes)), index(uint64_t(count) * 4);
     alignas(16) static unsigned char row[row_bytes];
     if (!dst.p || !index.p)
         return;
@@ -1553,7 +1468,7 @@ static void test_many_blocks()
     kvprim_emulate_last_only = true;
     CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK && gridDim.y == kvpc_grid_rows && gridDim.z == 65);
     kvprim_emulate_last_only = false;
-    CHECK(memcmp(last + half, row + half, static_cast<size_t>(half)) == 0);
+    CHECK(memcmp(last + half, row + half, size_t(half)) == 0);
     CHECK(std::count(last, last + half, 0) == half);
 }
 
@@ -1561,9 +1476,9 @@ static void test_many_blocks()
    over the array. */
 static void test_many_tokens()
 {
-    const int64_t threads = static_cast<int64_t>(kvpc_slots_most_blocks) * 2 * kvpc_slots_threads;
+    const int64_t threads = int64_t(kvpc_slots_most_blocks) * 2 * kvpc_slots_threads;
     const int64_t count = (int64_t(1) << 31) + threads;
-    const addresses slot(static_cast<uint64_t>(count) * 8);
+    const addresses slot(uint64_t(count) * 8);
     const int32_t page = 1, lengths[] = {INT32_MIN, INT32_MAX};
     uint32_t rejected = 0, want_rejected = 0;
     kvprim_slots_desc d = {};
@@ -1580,8 +1495,7 @@ static void test_many_tokens()
             const int64_t want = i < INT32_MAX ? d.page_rows + i - INT32_MIN : -1;
             want_rejected += want < 0;
             if (reinterpret_cast<const int64_t *>(slot.p)[i] != want)
-                fail("token %lld has slot %lld", static_cast<long long>(i),
-                     static_cast<long long>(reinterpret_cast<const int64_t *>(slot.p)[i]));
+                fail("token %lld has slot %lld", print_i64(i), print_i64(reinterpret_cast<const int64_t *>(slot.p)[i]));
         }
     CHECK(rejected == want_rejected && rejected == 1 + 2 * kvpc_slots_threads);
 }
@@ -1592,8 +1506,8 @@ static void test_long_moves()
 {
     enum { moves = 4, layers = 32 };
     const int64_t count = 1 << 25;
-    const uint64_t each = static_cast<uint64_t>(count * layers);
-    const addresses index(static_cast<uint64_t>(count) * 4), all_dst(10 * each); /* 1 + 2 + 3 + 4 bytes a row */
+    const uint64_t each = uint64_t(count * layers);
+    const addresses index(uint64_t(count) * 4), all_dst(10 * each); /* 1 + 2 + 3 + 4 bytes a row */
     unsigned char row[moves], *dst = all_dst.p;
     void *same[layers]; /* of all sources */
     kvprim_move all[moves];
@@ -1602,12 +1516,9 @@ static void test_long_moves()
     fill(row, sizeof row);
     for (void *&layer : same)
         layer = row;
-    for (int64_t n = 0; n < moves; dst += static_cast<uint64_t>(++n) * each) {
-        kvprim_transfer_desc d = {};
-        d.dst = table_of(dst, count), d.src = table_of(nullptr, 1);
-        d.src_layers = same, d.layers = layers;
-        d.row_bytes = n + 1;
-        d.src_index = index.p, d.index_type = KVPRIM_I32, d.count = count;
+    for (int64_t n = 0; n < moves; dst += uint64_t(++n) * each) {
+        kvprim_transfer_desc d = transfer_of(table_of(dst, count), table_of(nullptr, 1), n + 1, count);
+        d.src_layers = same, d.layers = layers, d.src_index = index.p;
         CHECK(kvprim_transfer_moves(&d, &all[n]) == KVPRIM_OK);
     }
     kvprim_emulate_last_only = true;
@@ -1624,17 +1535,15 @@ static void test_long_lists()
     enum { layers = 64 };
     const int64_t rows = (int64_t(1) << 31) + 1000, count = 1 << 25;
     const int64_t index[] = {rows - 1, int64_t(1) << 31, 4, rows, -1, INT64_MAX, INT64_MIN};
-    const addresses table(static_cast<uint64_t>(rows)), zeros(static_cast<uint64_t>(count) * 4);
+    const addresses table(static_cast<uint64_t>(rows)), zeros(uint64_t(count) * 4);
     alignas(16) unsigned char input[16];
     uint32_t rejected = 0;
     void *to[layers], *from[layers];
     if (!table.p || !zeros.p)
         return;
     fill(input, sizeof input);
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(table.p, rows), d.src = table_of(input, 7);
-    d.row_bytes = 1, d.count = 7, d.rejected = &rejected;
-    d.dst_index = index, d.index_type = KVPRIM_I64, d.host_index = 1;
+    kvprim_transfer_desc d = transfer_of(table_of(table.p, rows), table_of(input, 7), 1, 7);
+    d.dst_index = index, d.index_type = KVPRIM_I64, d.host_index = 1, d.rejected = &rejected;
     CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK && rejected == 2);
     for (int i = 0; i < 3; i++)
         CHECK(table.p[index[i]] == input[i]);
@@ -1654,7 +1563,7 @@ static void test_long_lists()
 static void test_many_pages()
 {
     const int64_t rows = (int64_t(1) << 31) + 1000, index[] = {rows - 1, int64_t(1) << 31, 4, rows};
-    const addresses table(static_cast<uint64_t>(rows) * 4 / 3 + 8);
+    const addresses table(uint64_t(rows) * 4 / 3 + 8);
     unsigned char input[4], output[4];
     if (!table.p)
         return;
@@ -1683,7 +1592,7 @@ static void one_far_batch(const far_case *c)
     for (const kvprim_fragment &one : f)
         if (memcmp(dst.p + one.dst_offset, src.p + one.src_offset, one.bytes) != 0 ||
             dst.p[one.dst_offset + one.bytes] || (one.dst_offset && dst.p[one.dst_offset - 1]))
-            fail("%s: fragment %zu is wrong", current, static_cast<size_t>(&one - f.data()));
+            fail("%s: fragment %zu is wrong", current, size_t(&one - f.data()));
 }
 
 static void test_far_fragments()
@@ -1697,35 +1606,14 @@ static void test_far_fragments()
 
 /* ---- descriptors that the kernel reads ---- */
 
-static void test_meta()
+/* Descriptors of the host: more ranges, of 128. No thread waits, as no launch is a dependent one. */
+static void test_host_metas()
 {
-    meta_matrix(&memory, quick ? 1 << 16 : 1 << 20);
-    meta_lengths(&memory, quick ? 400 : 30);
-    meta_counts(&memory);
-}
-
-static void fuzz_metas(arena *a)
-{
-    for (unsigned round = 0; round < fuzz_rounds / 20; round++)
-        random_meta(a);
-}
-
-static void test_meta_options()
-{
-    kvprim_cuda_launch launch = {};
-    memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1)
-        for (launch.pdl = 0; launch.pdl < 2; launch.pdl++) {
-            const unsigned early = kvprim_emulate_early, waits = kvprim_emulate_waits;
-            kvprim_emulate_pdl = true;
-            small_metas(&memory);
-            CHECK(kvprim_emulate_early == early && (kvprim_emulate_waits != waits) == launch.pdl);
-        }
-    launch = {};
-    kvprim_emulate_link = true; /* descriptors of the host: more ranges, of 128 */
+    const unsigned waits = kvprim_emulate_waits;
+    kvprim_emulate_link = kvprim_emulate_pdl = true;
     small_metas(&memory);
-    kvprim_emulate_pdl = kvprim_emulate_link = false;
-    memory.launch = nullptr;
+    kvprim_emulate_link = kvprim_emulate_pdl = false;
+    CHECK(kvprim_emulate_waits == waits);
 }
 
 /* However large max_sms is, and the buffers are said to be, the warps of all blocks have numbers of 32 bits. */
@@ -1757,10 +1645,12 @@ static void test_meta_reach()
 
 /* ---- moves that convert ---- */
 
-static void test_convert_counts()
+static void test_convert()
 {
     static const int64_t counts[] = {1, 33, 1000, 9000};
+    convert_several(&memory);
     convert_counts(&memory, counts, quick ? 3 : 4);
+    convert_choices(&memory);
 }
 
 /* Everything here runs nine times (quick: three times), so with fewer cases each time than in the tests before. */
@@ -1793,7 +1683,7 @@ static void test_convert_options()
 static void test_long_converts()
 {
     const int64_t rows = (int64_t(1) << 31) + 1000, index[] = {rows - 1, int64_t(1) << 31, 4, rows};
-    const addresses table(static_cast<uint64_t>(rows) * 4 / 3 + 8);
+    const addresses table(uint64_t(rows) * 4 / 3 + 8);
     const float input[] = {3, -120.4f, 77.5f, 5};
     static const int8_t stored[] = {3, -120, 78};
     float output[4];
@@ -1811,16 +1701,13 @@ static void test_long_converts()
         CHECK(*static_cast<int8_t *>(kvprim_table_row(&cache, index[i])) == stored[i]);
     CHECK(kvprim_cuda_gather(&gather, nullptr) == KVPRIM_OK && rejected == 2);
     for (int i = 0; i < 4; i++)
-        CHECK(output[i] == static_cast<float>(i < 3 ? stored[i] : 0));
+        CHECK(output[i] == float(i < 3 ? stored[i] : 0));
 }
 #endif
 
 /* The tests before this one launch every kernel of moves that convert but are no plain rows. */
 static void test_convert_kernels()
 {
-    const auto ran = [](auto kernel) {
-        return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
-    };
     CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_bare_params>, uint32_t, kvpc_convert_threads>));
     CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint32_t, kvpc_convert_threads>));
     CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_most_change>, uint32_t, kvpc_convert_threads>));
@@ -1845,93 +1732,21 @@ int main(int argc, char **argv)
     thin = all ? 1 : quick ? 31 : 3;
     small_bytes = quick ? 1 << 16 : 1 << 20;
     fuzz_rounds = quick ? 1000 : 6000;
+    most.counts = quick ? 1 << 17 : 4 << 20, most.moves = quick ? 30 : 200;
+    most.batches = quick ? 100000 : 700000, most.copies = quick ? 30000 : 300000,
+    most.metas = quick ? 1 << 16 : 1 << 20;
+    most.meta_step = quick ? 400 : 30, most.random_metas = fuzz_rounds / 20;
     memory.capacity = 24 << 20;
     memory.expected = allocate_aligned(memory.capacity);
     memory.got = memory.device = allocate_aligned(memory.capacity);
-    run("emulated: gather, sizes x layouts, sizes x alignments", in_memory<gather_matrix>);
-    run("emulated: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
-    run("emulated: counts", test_counts);
-    run("emulated: max_sms, pdl", test_max_sms);
-    run("emulated: each kernel of plain rows", in_memory<kernel_matrix>);
-    run("emulated: dependent launches", test_dependent_launches);
-    run("emulated: limits of plain rows", test_plain_limits);
-    run("emulated: limits that no memory reaches", test_limits);
-    run("emulated: divisors", test_divisors);
-    run("emulated: vocabulary shard, padding alone", in_memory<uses>);
-    run("emulated: bad descriptors", in_memory<bad_descriptors>);
-    run("emulated: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
-    run("emulated: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
-    run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
-    run("emulated: transfer over the link to the host", test_link);
-    run("emulated: transfer, layers", test_layers);
-    run("emulated: transfer, layers of the GPU, lists of the host", test_listed);
-    run("emulated: launches of listed transfers", test_listed_launches);
-    run("emulated: bad listed transfers", in_memory<bad_listed>);
-    run("emulated: transfer inside one cache", in_memory<copies_on_write>);
-    run("emulated: several moves at once", test_moves);
-    run("emulated: moves, number of launches", test_launches_of_moves);
-    run("emulated: two moves that differ in one thing", test_unlike_moves);
-    run("emulated: random transfers", in_memory<fuzz<random_move<kvprim_transfer_desc>>>);
-    run("emulated: slots, forms x types x sizes, limits, max_sms, pdl", test_slots);
-    run("emulated: slots, each kernel", test_slots_kernels);
-    run("emulated: slots, then stores, then gathers", test_slots_round_trips);
-    run("emulated: slots, bad descriptors", in_memory<bad_slots>);
-    run("emulated: random slots", in_memory<fuzz<random_slots>>);
-    run("emulated: unpack, sizes x kinds x orders", test_unpack);
-    run("emulated: unpack, lengths x alignments", test_unpack_lengths);
-    run("emulated: unpack, counts", test_unpack_counts);
-    run("emulated: unpack, what the survey finds", test_surveys);
-    run("emulated: unpack, numbers of launches", test_unpack_launches);
-    run("emulated: unpack, max_sms, pdl", test_unpack_options);
-    run("emulated: unpack, bad descriptors", in_memory<bad_unpacks>);
-    run("emulated: random unpacks", in_memory<fuzz<random_unpack>>);
-    run("emulated: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
-    run("emulated: unpack_meta, max_sms, pdl", test_meta_options);
-    run("emulated: unpack_meta, bad descriptors", in_memory<bad_metas>);
-    run("emulated: unpack_meta, blocks", test_meta_blocks);
-    run("emulated: unpack_meta, memory out of reach", test_meta_reach);
-    run("emulated: random unpack_metas", in_memory<fuzz_metas>);
-    run("emulated: warp copy and zero", test_warps);
-    run("emulated: layouts of engines", test_layouts);
-    run("emulated: device functions: rows", test_device_rows);
-    run("emulated: device functions: addresses", test_device_bytes);
-    run("emulated: unpack, tables of uneven batches", test_unpack_tables);
-    run("emulated: unpack, chains of launches", test_chains_of_launches);
-    run("emulated: unpack, full launches", test_full_launches);
-    run("emulated: unpack, long fragments", test_long_fragments);
-    run("emulated: unpack, copies by CUDA", test_copies_by_cuda);
-    run("emulated: copy, sizes x kinds x zeros, scattered", test_copies);
-    run("emulated: copy, lengths x alignments", test_copy_lengths);
-    run("emulated: copy, max_sms, pdl", test_copy_options);
-    run("emulated: copy, numbers of launches", test_copy_launches);
-    run("emulated: copy, bad descriptors", in_memory<bad_copies>);
-    run("emulated: copy, empty items", in_memory<empty_copies>);
-    run("emulated: random copies", in_memory<fuzz<random_copy>>);
-    run("emulated: copy, zeros by CUDA", test_zeros_by_cuda);
-    run("emulated: copy, zeros beside copies", test_zeros_beside_copies);
-    run("emulated: conversions, types x scales x layouts", in_memory<convert_matrix>);
-    run("emulated: conversions of every element", in_memory<every_input>);
-    run("emulated: conversions beside other moves", in_memory<convert_moves>);
-    run("emulated: conversions by presets", in_memory<convert_presets>);
-    run("emulated: conversions, heads apart", in_memory<convert_heads_apart>);
-    run("emulated: conversions, edges of rows", in_memory<convert_edges>);
-    run("emulated: conversions, no rows", in_memory<convert_empty>);
-    run("emulated: conversions, counts", test_convert_counts);
-    run("emulated: conversions, which kernel", in_memory<convert_choices>);
-    run("emulated: conversions, max_sms, pdl, link", test_convert_options);
-#if !defined(_WIN32)
-    run("emulated: past 4 GiB and 2^31", test_large_table);
-    run("emulated: conversions past 2^31 rows", test_long_converts);
-    run("emulated: past 2^32 threads", test_long_gathers);
-    run("emulated: past 65,535 blocks of rows", test_many_blocks);
-    run("emulated: 2^32 chunks", test_long_moves);
-    run("emulated: slots, past 2^31 tokens", test_many_tokens);
-    run("emulated: past 2^31 rows in pages", test_many_pages);
-    run("emulated: past 2^31 rows in lists, and chunks", test_long_lists);
-    run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
-    run_edges();
-#endif
-    run("emulated: all kernels of rows and pieces have run", test_all_kernels);
-    run("emulated: all kernels of conversions have run", test_convert_kernels);
+#define emulated(name, ...) run("emulated: " name, __VA_ARGS__)
+#define both emulated
+#define both_long emulated
+#define sampled emulated
+#define on_gpu(name, ...)
+#define on_gpu_sampled(name, ...)
+#define on_gpu_long(name, ...)
+#define only_sampled(name, ...)
+#include "test_list.h"
     return finish();
 }

@@ -30,8 +30,8 @@ static void everywhere(const kvprim_move *moves, size_t n, block *got, const blo
             if (*got == want)
                 return;
             const auto bad = std::mismatch(want.begin(), want.end(), got->begin());
-            fail("%s, %s: byte %lld is %02x, not %02x", what, where, static_cast<long long>(bad.first - want.begin()),
-                 *bad.second, *bad.first);
+            fail("%s, %s: byte %lld is %02x, not %02x", what, where, print_i64(bad.first - want.begin()), *bad.second,
+                 *bad.first);
         });
     memcpy(got->data(), before.data(), before.size());
 }
@@ -97,8 +97,8 @@ static void one_far_table(const far_table *f, unsigned char *far_memory, int64_t
             bool same = true;
             each([&](unsigned char *x, unsigned char *y) { same &= *x == *y; });
             if (!same)
-                fail("%s, %lld bytes, %s, %s: rows differ", f->name, static_cast<long long>(row_bytes),
-                     into ? "store" : "load", where);
+                fail("%s, %lld bytes, %s, %s: rows differ", f->name, print_i64(row_bytes), into ? "store" : "load",
+                     where);
         });
 }
 
@@ -138,8 +138,7 @@ static void one_far_index(unsigned char *index, unsigned char *table, int64_t ro
         [&](const char *where) {
             for (int64_t i = 0; i < count; i++)
                 if (table[rows - 1 - i * 4099] != near_rows[i])
-                    fail("%lld rows, %s, %s: row %d differs", static_cast<long long>(rows), into ? "store" : "load",
-                         where, static_cast<int>(i));
+                    fail("%lld rows, %s, %s: row %d differs", print_i64(rows), into ? "store" : "load", where, int(i));
         });
 }
 
@@ -205,8 +204,7 @@ static void one_ruled(const ruled_index *x, int operation, int64_t k_bytes, int6
            : into         ? kvprim_store_moves(&s, m)
                           : kvprim_transfer_moves(&t, m)) == KVPRIM_OK);
     snprintf(what, sizeof what, "%s of %d and %d bytes, alignments %d, %d and %d, base %lld", names[operation],
-             int(k_bytes), int(v_bytes), int(place->dst), int(place->src), int(place->stride),
-             static_cast<long long>(x->base));
+             int(k_bytes), int(v_bytes), int(place->dst), int(place->src), int(place->stride), print_i64(x->base));
     everywhere(m, into ? 2 : 1, &got, want, what);
     if (rejected != 3 * x->past)
         fail("%s: %u rejected in three runs", what, rejected);
@@ -270,18 +268,8 @@ static void test_second_launches()
         for (const kvpc_unpack &launch : noted)
             fragments += launch.count;
         if (noted.size() != (c.fragments > 100 ? 2 : 1) || fragments != c.fragments)
-            fail("case %d: %llu fragments in %zu launches", static_cast<int>(&c - cases),
-                 static_cast<unsigned long long>(fragments), noted.size());
+            fail("case %d: %llu fragments in %zu launches", int(&c - cases), print_u64(fragments), noted.size());
     }
-}
-
-static void run_edges()
-{
-    run("edges: strides past 4 GiB", test_far_tables);
-    run("edges: indices 2 GiB apart, rows past 2^32", test_far_indices);
-    run("edges: indices that wrap", test_wraps);
-    run("edges: ends of rows", test_row_ends);
-    run("edges: second launches of unpack", test_second_launches);
 }
 
 #endif /* TEST_EDGES_H */

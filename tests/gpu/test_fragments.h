@@ -9,25 +9,38 @@
 
 /* ---- one batch, by the host function and by the code under test ---- */
 
-/* Allows access to a batch's bytes, as the contract states it. Returns false if they lie outside the memory, or if
-   destinations overlap: then their bytes are unspecified. */
+/* Allows access to the bytes of one copy: to src's in aligned words, if it is not NULL. Returns false if they lie
+   outside the memory, or if destinations overlap: then their bytes are unspecified. */
+static bool visit_bytes(arena *a, const void *from, const void *to, uint64_t bytes)
+{
+    const size_t src = offset_of(a, from), dst = offset_of(a, to);
+    if (bytes == 0)
+        return true;
+    if (bytes > a->used || (from && src > a->used - bytes) || dst > a->used - bytes || memchr(&a->taken[dst], 1, bytes))
+        return false;
+    memset(&a->taken[dst], 1, bytes);
+    a->allowed.push_back({dst, bytes});
+    if (from)
+        a->allowed.push_back({src / 16 * 16, (src + bytes + 15) / 16 * 16 - src / 16 * 16});
+    return true;
+}
+
+/* Names a buffer, for reports. */
+static void name_buffer(arena *a, void *dst, uint64_t bytes)
+{
+    a->tables.push_back({"dst", 0, kvprim_table_resolve(table_of(dst, 1), int64_t(bytes)), int64_t(bytes)});
+}
+
 static bool visit_unpack(arena *a, const kvprim_unpack_desc *d)
 {
-    const int64_t dst_bytes = static_cast<int64_t>(d->dst_bytes);
-    a->tables.push_back({"dst", 0, kvprim_table_resolve(table_of(d->dst, 1), dst_bytes), dst_bytes});
+    name_buffer(a, d->dst, d->dst_bytes);
     if (d->src_bytes > a->used - offset_of(a, d->src) || d->dst_bytes > a->used - offset_of(a, d->dst))
         return false;
     for (size_t i = 0; i < d->count; i++) {
         const kvprim_fragment f = d->fragments[i];
-        if (f.bytes == 0)
-            continue;
-        const size_t src = offset_of(a, d->src) + f.src_offset, dst = offset_of(a, d->dst) + f.dst_offset;
-        if (f.bytes > a->used || src > a->used - f.bytes || dst > a->used - f.bytes ||
-            memchr(&a->taken[dst], 1, f.bytes))
+        if (!visit_bytes(a, static_cast<const char *>(d->src) + f.src_offset,
+                         static_cast<char *>(d->dst) + f.dst_offset, f.bytes))
             return false;
-        memset(&a->taken[dst], 1, f.bytes);
-        a->allowed.push_back({dst, f.bytes});
-        a->allowed.push_back({src / 16 * 16, (src + f.bytes + 15) / 16 * 16 - src / 16 * 16});
     }
     return true;
 }
@@ -124,10 +137,10 @@ static uint64_t place_side(const batch_case *c, order how, std::vector<kvprim_fr
                            uint64_t kvprim_fragment::*offset)
 {
     const size_t runs = (c->count + c->run - 1) / c->run;
-    std::vector<int64_t> turn = shuffled(static_cast<int64_t>(runs));
+    std::vector<int64_t> turn = shuffled(int64_t(runs));
     uint64_t at = 0, end = 0;
     for (size_t k = 0; k < runs; k++) {
-        const size_t r = how == SHUFFLED ? static_cast<size_t>(turn[k]) : how == REVERSED ? runs - 1 - k : k;
+        const size_t r = how == SHUFFLED ? size_t(turn[k]) : how == REVERSED ? runs - 1 - k : k;
         if (how != IN_ORDER)
             at = (at + c->unit - 1) / c->unit * c->unit;
         for (size_t i = r * c->run; i < c->count && i < (r + 1) * c->run; i++) {
@@ -144,55 +157,82 @@ static uint64_t place_side(const batch_case *c, order how, std::vector<kvprim_fr
     return end;
 }
 
+/* Fragments between two buffers in the arena. */
+struct placed_batch {
+    std::vector<kvprim_fragment> f;
+    unsigned char *dst, *src;
+    uint64_t dst_bytes, src_bytes;
+};
+
+static void reserve_buffers(arena *a, placed_batch *b, size_t dst_align = 0, size_t src_align = 0)
+{
+    empty(a);
+    b->dst = reserve<unsigned char>(a, b->dst_bytes, dst_align);
+    b->src = reserve<unsigned char>(a, b->src_bytes, src_align);
+}
+
+static placed_batch place_batch(arena *a, const batch_case *c)
+{
+    placed_batch b;
+    b.f.resize(c->count);
+    for (size_t i = 0; i < c->count; i++)
+        b.f[i].bytes = size_of(c, i);
+    b.dst_bytes = place_side(c, c->dst, &b.f, &kvprim_fragment::dst_offset);
+    b.src_bytes = place_side(c, c->src, &b.f, &kvprim_fragment::src_offset);
+    reserve_buffers(a, &b, c->dst_align, c->src_align);
+    return b;
+}
+
+static std::string say_batch(const batch_case *c)
+{
+    char what[240];
+    snprintf(what, sizeof what, "%zu of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, runs of %zu",
+             c->count, print_u64(c->bytes), sizes_names[c->kind], order_names[c->dst], order_names[c->src],
+             print_u64(c->unit), c->dst_align, c->src_align, c->run);
+    return what;
+}
+
+static void unpack_batch(arena *a, const placed_batch &b, const std::string &what)
+{
+    const kvprim_unpack_desc d = {b.src, b.src_bytes, b.dst, b.dst_bytes, b.f.data(), b.f.size(), 0};
+    CHECK(try_unpack(a, &d, what.c_str()) == RAN);
+}
+
 static void one_batch(arena *a, const batch_case *c)
 {
-    std::vector<kvprim_fragment> f(c->count);
-    kvprim_unpack_desc d = {};
-    char what[240];
-    for (size_t i = 0; i < c->count; i++)
-        f[i].bytes = size_of(c, i);
-    d.dst_bytes = place_side(c, c->dst, &f, &kvprim_fragment::dst_offset);
-    d.src_bytes = place_side(c, c->src, &f, &kvprim_fragment::src_offset);
-    empty(a);
-    d.dst = reserve(a, d.dst_bytes, c->dst_align);
-    d.src = reserve(a, d.src_bytes, c->src_align);
-    d.fragments = f.data();
-    d.count = c->count;
-    snprintf(what, sizeof what,
-             "%zu fragments of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, runs of %zu", c->count,
-             static_cast<unsigned long long>(c->bytes), sizes_names[c->kind], order_names[c->dst], order_names[c->src],
-             static_cast<unsigned long long>(c->unit), c->dst_align, c->src_align, c->run);
-    CHECK(try_unpack(a, &d, what) == RAN);
+    unpack_batch(a, place_batch(a, c), say_batch(c));
 }
 
 static const uint64_t fragment_sizes[] = {1,   2,   8,   15,  16,   17,   48,   64,   100,  127,  128,  256,   257,
                                           383, 512, 513, 576, 1000, 1024, 1152, 1536, 2048, 2049, 4096, 10007, 65536};
 
-/* Every size, kind and order. Alignments, runs and counts vary with them. */
-static void batch_matrix(arena *a, uint64_t most_bytes)
+/* Every size and kind, and so many variants of each. Alignments, units, runs and counts vary with them. one(n, variant,
+   case) sets the orders, and runs it. */
+template <class One> static void each_batch(uint64_t most_bytes, unsigned variants, const One &one)
 {
     static const size_t counts[] = {1, 2, 3, 7, 33, 100, 330}, runs[] = {1, 1, 1, 2, 5};
     static const uint64_t units[] = {1, 16, 1, 256, 4};
     unsigned n = 0;
     for (const uint64_t bytes : fragment_sizes)
         for (int kind = 0; kind < n_sizes; kind++)
-            for (int dst = 0; dst < ANYWHERE; dst++)
-                for (int src = 0; src < n_orders; src++, n++) {
-                    const size_t count = counts[n % 7];
-                    if (n % static_cast<unsigned>(thin) || (count + (kind == ONE_LARGE ? 300 : 0)) * bytes > most_bytes)
-                        continue;
-                    const bool odd = n / 3 % 2;
-                    const batch_case c = {count,
-                                          bytes,
-                                          static_cast<sizes>(kind),
-                                          static_cast<order>(dst),
-                                          static_cast<order>(src),
-                                          units[n / 2 % 5],
-                                          odd ? n / 6 % 16 : 0,
-                                          odd ? n / 96 % 16 : 0,
-                                          runs[n / 4 % 5]};
-                    one_batch(a, &c);
-                }
+            for (unsigned variant = 0; variant < variants; variant++, n++) {
+                const size_t count = counts[n % 7];
+                const bool odd = n / 3 % 2;
+                batch_case c = {count, bytes, sizes(kind), IN_ORDER, IN_ORDER, units[n / 2 % 5], 0, 0, runs[n / 4 % 5]};
+                if (odd)
+                    c.dst_align = n / 6 % 16, c.src_align = n / 96 % 16;
+                if ((count + (kind == ONE_LARGE ? 300 : 0)) * bytes <= most_bytes)
+                    one(n, variant, c);
+            }
+}
+
+static void batch_matrix(arena *a, uint64_t most_bytes)
+{
+    each_batch(most_bytes, ANYWHERE * n_orders, [a](unsigned n, unsigned variant, batch_case c) {
+        c.dst = order(variant / n_orders), c.src = order(variant % n_orders);
+        if (n % unsigned(thin) == 0)
+            one_batch(a, &c);
+    });
 }
 
 /* More fragments than fit the parameters of a launch, or just as many. */
@@ -205,8 +245,8 @@ static void large_batches(arena *a, const size_t *counts, size_t n_counts)
                 static const order dst[] = {IN_ORDER, SHUFFLED, SHUFFLED, REVERSED};
                 static const order src[] = {SHUFFLED, IN_ORDER, ANYWHERE, SPACED};
                 const uint64_t bytes = kind == EVEN ? 64 : 40;
-                const batch_case c = {counts[i], bytes,     static_cast<sizes>(kind), dst[order_of], src[order_of], 16,
-                                      n % 2 * 3, n % 2 * 8, n % 3 ? 1u : 2u};
+                const batch_case c = {counts[i], bytes,     sizes(kind), dst[order_of],  src[order_of],
+                                      16,        n % 2 * 3, n % 2 * 8,   n % 3 ? 1u : 2u};
                 one_batch(a, &c);
             }
 }
@@ -225,12 +265,12 @@ static void uneven_batches(arena *a)
                  {2100, 2048, 30, 16, 0, 0}, {2100, 2064, 30, 16, 0, 0}};
     for (const auto &c : cases) {
         std::vector<kvprim_fragment> f(c.count);
-        const std::vector<int64_t> order = shuffled(static_cast<int64_t>(c.count));
+        const std::vector<int64_t> order = shuffled(int64_t(c.count));
         kvprim_unpack_desc d = {};
         for (size_t i = 0; i < c.count; i++) {
             f[i].bytes = c.longest - c.unit * (c.less && i % 7 ? below(c.less) : 0); /* the longest have any lead */
             f[i].dst_offset = i * (c.longest + c.dst_step);
-            f[i].src_offset = static_cast<uint64_t>(order[i]) * (c.longest + c.src_step);
+            f[i].src_offset = uint64_t(order[i]) * (c.longest + c.src_step);
         }
         d.dst_bytes = c.count * (c.longest + c.dst_step), d.src_bytes = c.count * (c.longest + c.src_step);
         empty(a);
@@ -265,23 +305,26 @@ static const launches_case launches_cases[] = {
     {{32, 4096, EVEN, IN_ORDER, SHUFFLED, 16, 0, 0, 1}, 1},
 };
 
-/* Fragments of one length at all 16 x 16 alignments; in every other round the lengths differ a little. */
-static void one_length(arena *a, size_t bytes, bool vary)
+/* Fragments of one length at all 16 x 16 alignments; `vary`: the lengths differ a little. */
+static placed_batch place_lengths(arena *a, size_t bytes, bool vary)
 {
     const size_t slot = (bytes + 64 + 15) / 16 * 16;
-    std::vector<kvprim_fragment> f(256);
-    kvprim_unpack_desc d = {};
-    char what[80];
-    empty(a);
-    d.src_bytes = d.dst_bytes = slot * f.size();
-    d.dst = reserve(a, d.dst_bytes, 0);
-    d.src = reserve(a, d.src_bytes, 0);
-    for (size_t i = 0; i < f.size(); i++)
-        f[i] = {(i * 7 + 3) % f.size() * slot + 16 + i / 16, i * slot + 16 + i % 16, bytes + (vary ? i * 5 % 4 : 0)};
-    d.fragments = f.data();
-    d.count = f.size();
-    snprintf(what, sizeof what, "%zu%s bytes at all alignments", bytes, vary ? " to 3 more" : "");
-    CHECK(try_unpack(a, &d, what) == RAN);
+    placed_batch b;
+    b.src_bytes = b.dst_bytes = 256 * slot;
+    for (size_t i = 0; i < 256; i++)
+        b.f.push_back({(i * 7 + 3) % 256 * slot + 16 + i / 16, i * slot + 16 + i % 16, bytes + (vary ? i * 5 % 4 : 0)});
+    reserve_buffers(a, &b);
+    return b;
+}
+
+static std::string say_length(size_t bytes, bool vary)
+{
+    return std::to_string(bytes) + (vary ? " to 3 bytes more" : " bytes") + " at all alignments";
+}
+
+static void one_length(arena *a, size_t bytes, bool vary)
+{
+    unpack_batch(a, place_lengths(a, bytes, vary), say_length(bytes, vary));
 }
 
 /* Three fragments, the last of which is a byte longer than a tile, or lies as far as 2 bytes count. */
@@ -311,139 +354,55 @@ static void last_fragments(arena *a)
         }
 }
 
-/* One fragment, whole or in two or three pieces that join, around the sizes where another kernel takes it. */
-static void single_fragments(arena *a)
+/* One fragment, whole or in two or three pieces that join, around the sizes where another kernel takes it:
+   run_one(batch, shift, text for reports). */
+template <class Run> static void each_single(arena *a, const Run &run_one)
 {
     const uint64_t mb = 1 << 20;
     for (const uint64_t bytes : {uint64_t(1), uint64_t(15), uint64_t(16), uint64_t(17), uint64_t(4095), uint64_t(4097),
                                  mb - 1, mb, mb + 1, 2 * mb + 4096})
         for (uint64_t pieces = 1; pieces <= 3 && pieces <= bytes; pieces++)
             for (uint64_t shift = 0; shift < 32; shift += bytes < 5000 ? 4 : 16) {
-                kvprim_fragment f[3];
-                kvprim_unpack_desc d = {};
+                placed_batch b;
                 char what[80];
-                for (uint64_t i = 0, at = 0; i < pieces; at += f[i++].bytes)
-                    f[i] = {shift + at, 16 + at, i + 1 == pieces ? bytes - at : bytes / pieces};
-                empty(a);
-                d.src_bytes = d.dst_bytes = bytes + 64;
-                d.dst = reserve(a, d.dst_bytes, 0);
-                d.src = reserve(a, d.src_bytes, 0);
-                d.fragments = f, d.count = pieces;
-                snprintf(what, sizeof what, "%llu bytes in %llu pieces, %llu past an aligned address",
-                         static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(pieces),
-                         static_cast<unsigned long long>(shift));
-                CHECK(try_unpack(a, &d, what) == RAN);
+                for (uint64_t i = 0, at = 0; i < pieces; at += b.f[i++].bytes)
+                    b.f.push_back({shift + at, 16 + at, i + 1 == pieces ? bytes - at : bytes / pieces});
+                b.src_bytes = b.dst_bytes = bytes + 64;
+                reserve_buffers(a, &b);
+                snprintf(what, sizeof what, "%llu bytes in %llu pieces, %llu past an aligned address", print_u64(bytes),
+                         print_u64(pieces), print_u64(shift));
+                run_one(b, shift, what);
             }
 }
 
-/* A few of everything, for the options of a launch. */
-static void small_batches(arena *a)
+static void single_fragments(arena *a)
 {
-    single_fragments(a);
+    each_single(a, [a](const placed_batch &b, uint64_t, const char *what) { unpack_batch(a, b, what); });
+}
+
+/* A few of everything, for the options of a launch: one(n, case). */
+template <class One> static void each_small_batch(const One &one)
+{
     static const uint64_t sizes_of[] = {16, 100, 256, 1024, 4096, 10007};
     unsigned n = 0;
     for (const uint64_t bytes : sizes_of)
         for (int kind = 0; kind < n_sizes; kind++, n++) {
-            const batch_case c = {bytes < 1000 ? 2500u : 150u,     bytes,    static_cast<sizes>(kind),
-                                  n % 2 ? SHUFFLED : IN_ORDER,     SHUFFLED, 16,
-                                  n % 3 == 2 ? size_t(n % 16) : 0, 0,        1};
-            one_batch(a, &c);
+            const size_t count = bytes < 1000 ? 2500 : 150, align = n % 3 == 2 ? n % 16 : 0;
+            one(n, batch_case{count, bytes, sizes(kind), n % 2 ? SHUFFLED : IN_ORDER, SHUFFLED, 16, align, 0, 1});
         }
 }
 
-/* ---- bad descriptors ---- */
-
-struct good_batch {
-    kvprim_fragment f[3];
-    kvprim_unpack_desc d;
-};
-
-static void make_good(arena *a, good_batch *g)
+static void small_batches(arena *a)
 {
-    empty(a);
-    memset(&g->d, 0, sizeof g->d);
-    g->d.src_bytes = g->d.dst_bytes = 3000;
-    g->d.dst = reserve(a, 3000, 0);
-    g->d.src = reserve(a, 3000, 0);
-    g->f[0] = {0, 0, 1000};
-    g->f[1] = {100, 1000, 900};
-    g->f[2] = {2000, 2000, 1000};
-    g->d.fragments = g->f;
-    g->d.count = 3;
-}
-
-static void refuse(arena *a, good_batch *g, kvprim_status want, const char *text)
-{
-    CHECK(try_unpack(a, &g->d, text) == REFUSED);
-    kvprim_unpack_desc on = g->d;
-    on.dst = on_device(a, on.dst);
-    on.src = on_device(a, on.src);
-    CHECK_ERROR(kvprim_cuda_unpack(&on, a->launch), want, text);
-    make_good(a, g);
-}
-
-static void bad_unpacks(arena *a)
-{
-    good_batch g;
-    make_good(a, &g);
-    CHECK(try_unpack(a, &g.d, "good") == RAN);
-    for (int side = 0; side < 2; side++)
-        for (int i = 0; i < 3; i++) {
-            const auto offset = side ? &kvprim_fragment::src_offset : &kvprim_fragment::dst_offset;
-            const char *const field = side ? "src_offset" : "dst_offset";
-            char text[40];
-            snprintf(text, sizeof text, "fragments[%d]", i);
-            g.f[i].*offset = 3000 - g.f[i].bytes + 1;
-            refuse(a, &g, KVPRIM_ERROR_BOUNDS, field);
-            g.f[i].*offset = UINT64_MAX - 5;
-            refuse(a, &g, KVPRIM_ERROR_BOUNDS, text);
-            g.f[i].*offset = UINT64_MAX - 5;
-            g.f[i].bytes = 8; /* their sum wraps */
-            refuse(a, &g, KVPRIM_ERROR_BOUNDS, text);
-        }
-    g.d.reserved = 1;
-    refuse(a, &g, KVPRIM_ERROR_ARGUMENT, "reserved is 1");
-    g.d.src_bytes = 2999;
-    refuse(a, &g, KVPRIM_ERROR_BOUNDS, "src_bytes 2999");
-    g.d.dst_bytes = 2999;
-    refuse(a, &g, KVPRIM_ERROR_BOUNDS, "dst_bytes 2999");
-    g.d.src = nullptr;
-    refuse(a, &g, KVPRIM_ERROR_NULL, "src is NULL");
-    g.d.dst = nullptr;
-    refuse(a, &g, KVPRIM_ERROR_NULL, "dst is NULL");
-    g.d.fragments = nullptr;
-    refuse(a, &g, KVPRIM_ERROR_NULL, "fragments is NULL");
-    g.d.src = static_cast<unsigned char *>(g.d.dst) + 2999;
-    refuse(a, &g, KVPRIM_ERROR_OVERLAP, "overlaps src");
-    CHECK_ERROR(kvprim_cuda_unpack(nullptr, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_unpack: desc is NULL");
-    g.d.count = 0;
-    g.d.fragments = nullptr;
-    CHECK(try_unpack(a, &g.d, "no fragments") == RAN);
-    make_good(a, &g);
-    for (kvprim_fragment &f : g.f)
-        f.bytes = 0;
-    CHECK(try_unpack(a, &g.d, "empty fragments") == RAN);
-    make_good(a, &g);
-    const kvprim_cuda_launch bad[] = {{nullptr, 2, 0, 0}, {nullptr, 0, -1, 0}, {nullptr, 0, 0, 1}};
-    const kvprim_unpack_desc none = {};
-    for (const kvprim_cuda_launch &launch : bad) {
-        CHECK(kvprim_cuda_unpack(&none, &launch) == KVPRIM_OK);
-        CHECK_ERROR(kvprim_cuda_unpack(&g.d, &launch), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_unpack: ");
-    }
-#ifdef KVPRIM_DEBUG
-    g.f[2].dst_offset = 1899;
-    refuse(a, &g, KVPRIM_ERROR_OVERLAP, "fragments[1] and fragments[2]");
-    g.f[0].dst_offset = 1500; /* not in order */
-    g.f[1].dst_offset = 600;
-    refuse(a, &g, KVPRIM_ERROR_OVERLAP, "fragments[");
-#endif
+    single_fragments(a);
+    each_small_batch([a](unsigned, const batch_case &c) { one_batch(a, &c); });
 }
 
 /* ---- random descriptors ---- */
 
 static uint64_t random_offset(uint64_t limit)
 {
-    return chance(60) ? static_cast<uint64_t>(wild_value()) : below(limit + 1);
+    return chance(60) ? uint64_t(wild_value()) : below(limit + 1);
 }
 
 static outcome random_unpack(arena *a, unsigned round)
@@ -502,10 +461,10 @@ static std::vector<kvprim_fragment> far_fragments(const far_case *c)
 {
     std::vector<kvprim_fragment> f(c->count);
     const uint64_t slot = far_bytes / c->count / 16 * 16;
-    const std::vector<int64_t> turn = shuffled(static_cast<int64_t>(c->count));
+    const std::vector<int64_t> turn = shuffled(int64_t(c->count));
     for (size_t i = 0; i < c->count; i++) {
         const uint64_t room = slot - c->bytes - 1;
-        f[i].src_offset = (static_cast<uint64_t>(turn[i]) * slot + below(room)) / c->unit * c->unit;
+        f[i].src_offset = (uint64_t(turn[i]) * slot + below(room)) / c->unit * c->unit;
         f[i].dst_offset = (i * slot + below(room)) / c->unit * c->unit;
         f[i].bytes = c->bytes + (c->vary && i % 3 == 0);
     }
@@ -517,7 +476,7 @@ static void unpack_far(const far_case *c, const std::vector<kvprim_fragment> &f,
 {
     const kvprim_unpack_desc d = {src, far_bytes, dst, far_bytes, f.data(), f.size(), 0};
     snprintf(current, sizeof current, "unpack: %zu fragments of %llu bytes in 5 GiB, unit %llu", c->count,
-             static_cast<unsigned long long>(c->bytes), static_cast<unsigned long long>(c->unit));
+             print_u64(c->bytes), print_u64(c->unit));
     if (kvprim_cuda_unpack(&d, launch) != KVPRIM_OK)
         fail("%s: %s", current, kvprim_last_error());
 }

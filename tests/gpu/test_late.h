@@ -103,7 +103,7 @@ static void late_rounds(uint64_t rounds, const std::function<void()> &enqueue)
         late->open = 1;
         CUDA(cudaStreamSynchronize(main_launch.stream));
         if (memcmp(late->got, late->want, late_bytes + 4) != 0)
-            fail("%s, round %llu: bytes or the counter are wrong", current, static_cast<unsigned long long>(round));
+            fail("%s, round %llu: bytes or the counter are wrong", current, print_u64(round));
     }
 }
 

@@ -155,13 +155,11 @@ static void one_index_rule(const index_rule *rule)
         const int64_t row = ruled(value, rule->base, rule->rows);
         past += row == -2;
         if (got[i] != (row < 0 ? -1 : row) || kvprim_device_row(m.src, i, &on_host) != got[i])
-            fail("index %lld, base %lld, %lld rows: row %lld, not %lld", static_cast<long long>(value),
-                 static_cast<long long>(rule->base), static_cast<long long>(rule->rows), static_cast<long long>(got[i]),
-                 static_cast<long long>(row));
+            fail("index %lld, base %lld, %lld rows: row %lld, not %lld", print_i64(value), print_i64(rule->base),
+                 print_i64(rule->rows), print_i64(got[i]), print_i64(row));
     }
     if (*rejected != past || on_host != past)
-        fail("base %lld: %u rejected, %u on the host, not %u", static_cast<long long>(rule->base), *rejected, on_host,
-             past);
+        fail("base %lld: %u rejected, %u on the host, not %u", print_i64(rule->base), *rejected, on_host, past);
     m.src.index = nullptr, m.src.table.rows = 3;
     CHECK(kvprim_device_row(m.src, 2, nullptr) == 2 && kvprim_device_row(m.src, 3, nullptr) == -1 &&
           kvprim_device_row(m.src, -1, &on_host) == -1 && on_host == past);
@@ -258,10 +256,8 @@ static void one_random_table(int64_t row_bytes, int32_t heads)
         const uint64_t on_host = reinterpret_cast<uintptr_t>(kvprim_device_byte(m.dst, layer[i], row[i], byte[i]));
         if (got[i] != want || on_host != want)
             fail("row %lld of pages of %lld, byte %lld of %lld in %d heads: %llx, on the host %llx, not %llx",
-                 static_cast<long long>(row[i]), static_cast<long long>(d.dst.page_rows),
-                 static_cast<long long>(byte[i]), static_cast<long long>(row_bytes), int(heads),
-                 static_cast<unsigned long long>(got[i]), static_cast<unsigned long long>(on_host),
-                 static_cast<unsigned long long>(want));
+                 print_i64(row[i]), print_i64(d.dst.page_rows), print_i64(byte[i]), print_i64(row_bytes), int(heads),
+                 print_u64(got[i]), print_u64(on_host), print_u64(want));
     }
 }
 

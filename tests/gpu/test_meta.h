@@ -15,22 +15,16 @@ static bool meta_is_inside(const kvprim_unpack_meta_desc *d, const kvprim_unpack
 static bool visit_meta(arena *a, const kvprim_unpack_meta_desc *d)
 {
     const uint64_t n = *d->count < d->max_count ? *d->count : d->max_count;
-    a->tables.push_back(
-        {"dst", 0, kvprim_table_resolve(table_of(d->dst, 1), int64_t(d->dst_bytes)), int64_t(d->dst_bytes)});
+    name_buffer(a, d->dst, d->dst_bytes);
     a->allowed.push_back({offset_of(a, d->meta), d->max_count * sizeof *d->meta});
     a->allowed.push_back({offset_of(a, d->count), sizeof *d->count});
     if (d->rejected)
         a->allowed.push_back({offset_of(a, d->rejected), sizeof *d->rejected});
     for (uint64_t i = 0; i < n; i++) {
         const kvprim_unpack_meta_item m = d->meta[i];
-        if (!meta_is_inside(d, m) || m.bytes == 0)
-            continue;
-        const size_t src = offset_of(a, d->src) + m.src_offset, dst = offset_of(a, d->dst) + m.dst_offset;
-        if (memchr(&a->taken[dst], 1, m.bytes))
+        if (meta_is_inside(d, m) && !visit_bytes(a, static_cast<const char *>(d->src) + m.src_offset,
+                                                 static_cast<char *>(d->dst) + m.dst_offset, m.bytes))
             return false;
-        memset(&a->taken[dst], 1, m.bytes);
-        a->allowed.push_back({dst, m.bytes});
-        a->allowed.push_back({src / 16 * 16, (src + m.bytes + 15) / 16 * 16 - src / 16 * 16});
     }
     return true;
 }
@@ -62,26 +56,25 @@ static outcome try_meta(arena *a, const kvprim_unpack_meta_desc *desc, const cha
 
 /* ---- batches ---- */
 
+/* What the kernel reads, and descriptors of a batch's fragments. */
+static kvprim_unpack_meta_desc place_metas(arena *a, const placed_batch &b, uint64_t max_count, uint64_t given)
+{
+    kvprim_unpack_meta_desc d = {b.src, b.src_bytes, b.dst, b.dst_bytes, nullptr, nullptr, max_count, nullptr, 0};
+    d.rejected = chance(3) ? nullptr : reserve_counter(a);
+    auto *const meta = reserve<kvprim_unpack_meta_item>(a, max_count * sizeof *d.meta, 16 * below(4));
+    uint64_t *const count = reserve<uint64_t>(a, sizeof *count, 8 * below(8));
+    for (size_t i = 0; i < b.f.size() && i < max_count; i++)
+        meta[i] = {uint32_t(b.f[i].src_offset), uint32_t(b.f[i].bytes), b.f[i].dst_offset};
+    *count = given;
+    d.meta = meta, d.count = count;
+    return d;
+}
+
 /* `given`: what *count says; of the descriptors past the batch's, up to max_count, nothing may be moved. */
 static void one_meta_batch(arena *a, const batch_case *c, uint64_t max_count, uint64_t given, uint64_t bad_every)
 {
-    std::vector<kvprim_fragment> f(c->count);
-    kvprim_unpack_meta_desc d = {};
-    char what[300];
-    for (size_t i = 0; i < c->count; i++)
-        f[i].bytes = size_of(c, i);
-    d.dst_bytes = place_side(c, c->dst, &f, &kvprim_fragment::dst_offset);
-    d.src_bytes = place_side(c, c->src, &f, &kvprim_fragment::src_offset);
-    d.max_count = max_count;
-    empty(a);
-    d.dst = reserve(a, d.dst_bytes, c->dst_align);
-    d.src = reserve(a, d.src_bytes, c->src_align);
-    d.rejected = chance(3) ? nullptr : reserve_counter(a);
-    kvprim_unpack_meta_item *const meta =
-        static_cast<kvprim_unpack_meta_item *>(reserve(a, max_count * sizeof *meta, 16 * below(4)));
-    uint64_t *const count = static_cast<uint64_t *>(reserve(a, sizeof *count, 8 * below(8)));
-    for (size_t i = 0; i < c->count && i < max_count; i++)
-        meta[i] = {uint32_t(f[i].src_offset), uint32_t(f[i].bytes), f[i].dst_offset};
+    const kvprim_unpack_meta_desc d = place_metas(a, place_batch(a, c), max_count, given);
+    kvprim_unpack_meta_item *const meta = const_cast<kvprim_unpack_meta_item *>(d.meta);
     for (uint64_t i = 0; i < max_count && bad_every; i++)
         if (below(bad_every) == 0) /* past an end by one byte, by far, or by a sum that wraps around */
             switch (below(5)) {
@@ -100,59 +93,23 @@ static void one_meta_batch(arena *a, const batch_case *c, uint64_t max_count, ui
             default:
                 meta[i].src_offset = uint32_t(0 - meta[i].bytes);
             }
-    *count = given;
-    d.meta = meta, d.count = count;
-    snprintf(what, sizeof what,
-             "%zu of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, max %llu, count %llu", c->count,
-             static_cast<unsigned long long>(c->bytes), sizes_names[c->kind], order_names[c->dst], order_names[c->src],
-             static_cast<unsigned long long>(c->unit), c->dst_align, c->src_align,
-             static_cast<unsigned long long>(max_count), static_cast<unsigned long long>(given));
-    CHECK(try_meta(a, &d, what) == RAN);
+    const std::string limits = ", max " + std::to_string(max_count) + ", count " + std::to_string(given);
+    CHECK(try_meta(a, &d, (say_batch(c) + limits).c_str()) == RAN);
 }
 
-/* Every size and kind; orders, alignments, counts and what is past them vary. */
+/* What is past a batch's descriptors varies, too. */
 static void meta_matrix(arena *a, uint64_t most_bytes)
 {
-    static const size_t counts_of[] = {1, 2, 33, 7, 100, 330, 32};
-    static const uint64_t units[] = {1, 16, 256, 4};
-    unsigned n = 0;
-    for (const uint64_t bytes : fragment_sizes)
-        for (int kind = 0; kind < n_sizes; kind++)
-            for (int order_of = 0; order_of < 4; order_of++, n++) {
-                const size_t count = counts_of[n % 7];
-                if ((count + (kind == ONE_LARGE ? 300 : 0)) * bytes > most_bytes)
-                    continue;
-                const bool odd = n / 3 % 2;
-                const batch_case c = {count,
-                                      bytes,
-                                      static_cast<sizes>(kind),
-                                      order_of % 2 ? SHUFFLED : IN_ORDER,
-                                      order_of / 2 ? ANYWHERE : IN_ORDER,
-                                      units[n % 4],
-                                      odd ? n / 6 % 16 : 0,
-                                      odd ? n / 96 % 16 : 0,
-                                      1};
-                one_meta_batch(a, &c, count + (n % 3 == 2 ? n % 50 : 0), count, 0);
-            }
+    each_batch(most_bytes, 4, [a](unsigned n, unsigned variant, batch_case c) {
+        c.dst = variant % 2 ? SHUFFLED : IN_ORDER, c.src = variant / 2 ? ANYWHERE : IN_ORDER;
+        one_meta_batch(a, &c, c.count + (n % 3 == 2 ? n % 50 : 0), c.count, 0);
+    });
 }
 
-/* Fragments of one length at all 16 x 16 alignments; in every other round the lengths differ a little. */
 static void one_meta_length(arena *a, size_t bytes, bool vary)
 {
-    const size_t slot = (bytes + 64 + 15) / 16 * 16;
-    kvprim_unpack_meta_desc d = {};
-    char what[80];
-    empty(a);
-    d.dst = reserve(a, 256 * slot, 0), d.dst_bytes = 256 * slot;
-    d.src = reserve(a, 256 * slot, 0), d.src_bytes = 256 * slot;
-    kvprim_unpack_meta_item *const meta = static_cast<kvprim_unpack_meta_item *>(reserve(a, 256 * sizeof *meta, 0));
-    uint64_t *const count = static_cast<uint64_t *>(reserve(a, sizeof *count, 0));
-    for (uint32_t i = 0; i < 256; i++)
-        meta[i] = {uint32_t(i * slot + i / 16), uint32_t(bytes + (vary ? below(17) : 0)), (255 - i) * slot + i % 16};
-    *count = d.max_count = 256;
-    d.meta = meta, d.count = count;
-    snprintf(what, sizeof what, "%zu bytes%s at all alignments", bytes, vary ? " or up to 16 more" : "");
-    CHECK(try_meta(a, &d, what) == RAN);
+    const kvprim_unpack_meta_desc d = place_metas(a, place_lengths(a, bytes, vary), 256, 256);
+    CHECK(try_meta(a, &d, say_length(bytes, vary).c_str()) == RAN);
 }
 
 static void meta_lengths(arena *a, size_t step)
@@ -186,9 +143,9 @@ static void random_meta(arena *a)
     const uint64_t bytes = 1 + below(uint64_t(1) << below(12));
     const batch_case c = {count,
                           bytes,
-                          static_cast<sizes>(count * bytes < 1 << 16 ? below(n_sizes) : below(LOGARITHMIC)),
-                          static_cast<order>(below(ANYWHERE)),
-                          static_cast<order>(below(n_orders)),
+                          sizes(count * bytes < 1 << 16 ? below(n_sizes) : below(LOGARITHMIC)),
+                          order(below(ANYWHERE)),
+                          order(below(n_orders)),
                           uint64_t(1) << below(9),
                           chance(2) ? 0 : below(64),
                           chance(2) ? 0 : below(64),
@@ -208,50 +165,6 @@ static void small_metas(arena *a)
         const batch_case c = {count, 120, count == 40 ? ONE_LARGE : LOGARITHMIC, SHUFFLED, SHUFFLED, 1, 1, 2, 1};
         one_meta_batch(a, &c, count + 5, count, 100);
     }
-}
-
-/* ---- bad descriptors ---- */
-
-static void bad_metas(arena *a)
-{
-    kvprim_unpack_meta_desc good = {};
-    empty(a);
-    good.dst = reserve(a, 256, 0), good.dst_bytes = 256;
-    good.src = reserve(a, 256, 0), good.src_bytes = 256;
-    kvprim_unpack_meta_item *const meta = static_cast<kvprim_unpack_meta_item *>(reserve(a, 4 * sizeof *meta, 0));
-    uint64_t *const count = static_cast<uint64_t *>(reserve(a, sizeof *count, 0));
-    good.rejected = static_cast<uint32_t *>(reserve(a, 4, 0));
-    good.meta = meta, good.count = count, good.max_count = 4;
-    for (uint32_t i = 0; i < 4; i++)
-        meta[i] = {64 * i, 60, 192 - 64 * i};
-    *count = 3;
-    CHECK(try_meta(a, &good, "good") == RAN);
-    const auto refuse = [&](const char *what, void (*change)(kvprim_unpack_meta_desc *)) {
-        kvprim_unpack_meta_desc bad = good;
-        change(&bad);
-        CHECK(try_meta(a, &bad, what) == REFUSED);
-    };
-    refuse("no descriptors", [](kvprim_unpack_meta_desc *d) { d->meta = nullptr; });
-    refuse("no count", [](kvprim_unpack_meta_desc *d) { d->count = nullptr; });
-    refuse("no src", [](kvprim_unpack_meta_desc *d) { d->src = nullptr; });
-    refuse("no dst", [](kvprim_unpack_meta_desc *d) { d->dst = nullptr; });
-    refuse("reserved", [](kvprim_unpack_meta_desc *d) { d->reserved = 1; });
-    refuse("too many", [](kvprim_unpack_meta_desc *d) { d->max_count = KVPRIM_MAX_UNPACK_META + 1; });
-    refuse("odd descriptors", [](kvprim_unpack_meta_desc *d) { d->meta = moved(d->meta, nullptr, (void *)8); });
-    refuse("odd count", [](kvprim_unpack_meta_desc *d) { d->count = moved(d->count, nullptr, (void *)4); });
-    refuse("odd counter", [](kvprim_unpack_meta_desc *d) { d->rejected = moved(d->rejected, nullptr, (void *)2); });
-    refuse("dst over descriptors",
-           [](kvprim_unpack_meta_desc *d) { d->dst = const_cast<kvprim_unpack_meta_item *>(d->meta + 3); });
-    refuse("dst over count", [](kvprim_unpack_meta_desc *d) { d->count = static_cast<uint64_t *>(d->dst) + 31; });
-    refuse("counter in dst", [](kvprim_unpack_meta_desc *d) { d->rejected = static_cast<uint32_t *>(d->dst) + 63; });
-    refuse("counter in count", [](kvprim_unpack_meta_desc *d) { d->rejected = (uint32_t *)(uintptr_t)d->count + 1; });
-    refuse("counter in meta", [](kvprim_unpack_meta_desc *d) { d->rejected = (uint32_t *)(uintptr_t)(d->meta + 3); });
-    kvprim_unpack_meta_desc none = {};
-    CHECK(kvprim_cuda_unpack_meta(&none, a->launch) == KVPRIM_OK && kvprim_unpack_meta(&none) == KVPRIM_OK);
-    CHECK_ERROR(kvprim_cuda_unpack_meta(nullptr, a->launch), KVPRIM_ERROR_NULL,
-                "kvprim_cuda_unpack_meta: desc is NULL");
-    kvprim_cuda_launch launch = launch_like(a, 2, 0);
-    CHECK_ERROR(kvprim_cuda_unpack_meta(&good, &launch), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_unpack_meta: pdl is 2");
 }
 
 #endif /* TEST_META_H */

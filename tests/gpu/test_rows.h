@@ -5,10 +5,14 @@
 #ifndef TEST_ROWS_H
 #define TEST_ROWS_H
 
-#include "../harness.h"
+#include "../core/bad_descriptors.h"
 #include <string>
 #include <utility>
 #include <vector>
+
+/* For printf: %lld and %llu. */
+typedef long long print_i64;
+typedef unsigned long long print_u64;
 
 /* What runs now. It is static so that it can be printed if AddressSanitizer ends the program. */
 static thread_local char current[600];
@@ -54,8 +58,10 @@ static arena memory; /* of the main thread */
 static void before(arena *a);
 /* From now on these bytes may be accessed, and no others of the arena. */
 static void allow(arena *a, size_t offset, size_t bytes);
-/* Waits for the code under test and brings its result to `got`. enqueued: it had something to do. */
-static void after(arena *a, bool enqueued);
+/* Waits for the code under test and brings its result to `got`. enqueues: it had something to do. */
+static void after(arena *a, bool enqueues);
+/* Kernels and copies that were enqueued so far, or 0 where nobody counts them. */
+static unsigned enqueued();
 
 /* For run(): a test in the memory of the main thread. */
 template <void (*test)(arena *)> static void in_memory()
@@ -72,7 +78,7 @@ static void empty(arena *a)
 }
 
 /* Reserves `bytes` of random contents, `align` bytes past a multiple of 64, with guard bytes on both sides. */
-static void *reserve(arena *a, size_t bytes, size_t align)
+template <class T = void> static T *reserve(arena *a, size_t bytes, size_t align)
 {
     const size_t start = a->used, offset = start + margin + align;
     a->used = (offset + bytes + margin + 63) / 64 * 64;
@@ -82,19 +88,19 @@ static void *reserve(arena *a, size_t bytes, size_t align)
         exit(1);
     }
     fill(a->expected + start, a->used - start);
-    return a->expected + offset;
+    return reinterpret_cast<T *>(a->expected + offset);
 }
 
 static uint32_t *reserve_counter(arena *a)
 {
-    uint32_t *const counter = static_cast<uint32_t *>(reserve(a, 4, 4 * below(16)));
-    *counter = static_cast<uint32_t>(5 + below(3) * (UINT32_MAX - 6)); /* may wrap around */
+    uint32_t *const counter = reserve<uint32_t>(a, 4, 4 * below(16));
+    *counter = uint32_t(5 + below(3) * (UINT32_MAX - 6)); /* may wrap around */
     return counter;
 }
 
 static size_t offset_of(const arena *a, const void *p)
 {
-    return static_cast<size_t>(static_cast<const unsigned char *>(p) - a->expected);
+    return size_t(static_cast<const unsigned char *>(p) - a->expected);
 }
 
 /* Turns an address in one memory into that of the same byte in another. */
@@ -227,17 +233,21 @@ typedef on_gpu<kvprim_transfer_desc> device_transfer;
 
 /* What each kind of descriptor is for. */
 template <class Desc> struct functions;
-#define FUNCTIONS(operation)                                                                                           \
+#define FUNCTIONS(operation, ...)                                                                                      \
     template <> struct functions<kvprim_##operation##_desc> {                                                          \
         static constexpr const char *name = #operation;                                                                \
         static constexpr auto check = kvprim_##operation##_check;                                                      \
-        static constexpr auto moves = kvprim_##operation##_moves;                                                      \
         static constexpr auto host = kvprim_##operation;                                                               \
         static constexpr auto gpu = kvprim_cuda_##operation;                                                           \
+        __VA_ARGS__                                                                                                    \
     }
-FUNCTIONS(gather);
-FUNCTIONS(store);
-FUNCTIONS(transfer);
+FUNCTIONS(gather, static constexpr auto moves = kvprim_gather_moves;);
+FUNCTIONS(store, static constexpr auto moves = kvprim_store_moves;);
+FUNCTIONS(transfer, static constexpr auto moves = kvprim_transfer_moves;);
+FUNCTIONS(slots, );
+FUNCTIONS(unpack, );
+FUNCTIONS(unpack_meta, );
+FUNCTIONS(copy, );
 
 /* ---- rows, as the contract states them ---- */
 
@@ -345,13 +355,13 @@ static int64_t row_at(const side *s, int64_t i)
    if the row lies outside the memory, or where another row is written or an index or the counter lies. */
 static bool visit(arena *a, const kvprim_table *t, int64_t row_bytes, int64_t row, bool write)
 {
-    const int64_t piece = row_bytes / t->heads, room = static_cast<int64_t>(a->used);
+    const int64_t piece = row_bytes / t->heads, room = int64_t(a->used);
     for (int64_t head = 0; head < t->heads; head++) {
         const int64_t from_table = row_offset(t, row_bytes, row, head * piece);
         if (from_table >= room || piece > room)
             return false;
-        const size_t bytes = static_cast<size_t>(piece);
-        const size_t begin = offset_of(a, t->data) + static_cast<size_t>(from_table);
+        const size_t bytes = size_t(piece);
+        const size_t begin = offset_of(a, t->data) + size_t(from_table);
         if (begin + bytes > a->used || memchr(&a->taken[begin], 1, bytes))
             return false;
         if (write)
@@ -386,9 +396,9 @@ static bool visit_index(arena *a, const side *s, int64_t count)
     if (count > a->index_room || (count > 1 && s->stride > (a->index_room - 1) / (count - 1)))
         return false;
     if (s->stride == 1)
-        visit_word(a, s->index, static_cast<size_t>(count) * width);
+        visit_word(a, s->index, size_t(count) * width);
     for (int64_t i = 0; s->stride > 1 && i < count; i++)
-        visit_word(a, static_cast<const char *>(s->index) + static_cast<size_t>(i * s->stride) * width, width);
+        visit_word(a, static_cast<const char *>(s->index) + size_t(i * s->stride) * width, width);
     return true;
 }
 
@@ -404,7 +414,7 @@ static bool reachable(const arena *a, const kvprim_table *t, int64_t row_bytes)
         return true;
     if (begin >= a->used)
         return false;
-    const int64_t room = static_cast<int64_t>(a->used - begin);
+    const int64_t room = int64_t(a->used - begin);
     return row_offset(t, row_bytes, rows - 1, row_bytes - 1) < room &&
            (whole == 0 || row_offset(t, row_bytes, whole - 1, row_bytes - 1) < room);
 #else
@@ -455,7 +465,7 @@ static void describe(const std::vector<rows_move> &moves)
         for (const side *const s : {&m.dst, &m.src}) {
             const kvprim_table &t = s->table;
             if (n < sizeof current)
-                n += static_cast<size_t>(
+                n += size_t(
                     snprintf(current + n, sizeof current - n,
                              "; %s %p + %td, %d x %td rows of %td bytes %td apart, %td a page %td apart, %d heads %td "
                              "apart, index type %d, base %td, stride %td",
@@ -472,9 +482,9 @@ static void report(const arena *a, size_t bad)
     for (const named_table &n : a->tables)
         for (int64_t row = 0; row < n.t.rows && row < 200000; row++)
             for (int64_t byte = 0; byte < n.row_bytes; byte++)
-                if (offset_of(a, n.t.data) + static_cast<size_t>(row_offset(&n.t, n.row_bytes, row, byte)) == bad) {
+                if (offset_of(a, n.t.data) + size_t(row_offset(&n.t, n.row_bytes, row, byte)) == bad) {
                     fail("%s: %s layer %d row %lld byte %lld: expected %02x, got %02x", current, n.name, n.layer,
-                         static_cast<long long>(row), static_cast<long long>(byte), a->expected[bad], a->got[bad]);
+                         print_i64(row), print_i64(byte), a->expected[bad], a->got[bad]);
                     return;
                 }
     fail("%s: byte %zu of the memory, in no row: expected %02x, got %02x", current, bad, a->expected[bad], a->got[bad]);
@@ -603,7 +613,7 @@ static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, si
     }
     const int64_t page = in_page * t.stride * (split && !l->heads_inside ? heads : 1) + l->page_pad;
     t.page_stride = l->page_rows ? page : 0;
-    *span = static_cast<size_t>(pages * page);
+    *span = size_t(pages * page);
     return t;
 }
 
@@ -628,7 +638,7 @@ static void set_index(void *index, kvprim_index_type type, int64_t i, int64_t va
     if (type == KVPRIM_I64)
         static_cast<int64_t *>(index)[i] = value;
     else
-        static_cast<int32_t *>(index)[i] = static_cast<int32_t>(value);
+        static_cast<int32_t *>(index)[i] = int32_t(value);
 }
 
 /* Returns 0 to rows - 1 in random order. */
@@ -636,7 +646,7 @@ static std::vector<int64_t> shuffled(int64_t rows)
 {
     std::vector<int64_t> order(static_cast<size_t>(rows));
     for (size_t i = 0; i < order.size(); i++)
-        order[i] = static_cast<int64_t>(i);
+        order[i] = int64_t(i);
     for (size_t i = order.size(); i > 1; i--)
         std::swap(order[i - 1], order[below(i)]);
     return order;
@@ -648,8 +658,7 @@ static void fill_index(const placed_index &x)
 {
     const std::vector<int64_t> order = shuffled(x.distinct ? x.rows : 0);
     for (int64_t i = 0; i < x.count; i++) {
-        const int64_t row =
-            x.distinct ? order[static_cast<size_t>(i)] : static_cast<int64_t>(below(static_cast<uint64_t>(x.rows)));
+        const int64_t row = x.distinct ? order[size_t(i)] : int64_t(below(uint64_t(x.rows)));
         const uint64_t kind = below(12);
         int64_t value = x.base + (kind == 1 ? x.rows : kind == 2 ? -1 : row);
         if (kind == 0)
@@ -674,7 +683,7 @@ static void *place_index(arena *a, kvprim_index_type type, int64_t count, int64_
 {
     const size_t width = type == KVPRIM_I64 ? 8 : 4;
     const int64_t step = stride ? stride : 1, elements = count > 0 ? (count - 1) * step + 1 : 0;
-    void *const index = reserve(a, static_cast<size_t>(elements) * width, width * below(4));
+    void *const index = reserve(a, size_t(elements) * width, width * below(4));
     a->indices.push_back({index, type, count, base, rows, step, distinct});
     fill_index(a->indices.back());
     a->index_room = elements > a->index_room ? elements : a->index_room;
@@ -761,7 +770,7 @@ static void place_inputs(arena *a, const store_case *c, kvprim_store_desc *d)
         return;
     }
     const int64_t q_bytes = c->k_bytes * 2, token = q_bytes + c->k_bytes + c->v_bytes;
-    char *const qkv = static_cast<char *>(reserve(a, static_cast<size_t>(c->count * token), c->input.align));
+    char *const qkv = reserve<char>(a, size_t(c->count * token), c->input.align);
     d->k = table_of(qkv + q_bytes, c->count, token);
     d->v = table_of(qkv + q_bytes + c->k_bytes, c->count, token);
 }
@@ -775,7 +784,7 @@ static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
     }
     const int64_t page_rows = 4, pages = (c->rows + page_rows - 1) / page_rows;
     const int64_t page = page_rows * (c->k_bytes + c->v_bytes);
-    char *const cache = static_cast<char *>(reserve(a, static_cast<size_t>(pages * page), c->cache.align));
+    char *const cache = reserve<char>(a, size_t(pages * page), c->cache.align);
     d->k_cache = paged_table(cache, c->rows, page_rows, page);
     d->v_cache = paged_table(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
 }
@@ -811,7 +820,7 @@ typedef void numbered_move(arena *a, unsigned n, int64_t row_bytes, const placin
 /* Combines every size with every pair of layouts, and every size with every pair of alignments. */
 static void size_matrix(arena *a, numbered_move *move)
 {
-    const unsigned step = static_cast<unsigned>(thin);
+    const unsigned step = unsigned(thin);
     for (unsigned s = 0; s < n_row_sizes; s++)
         for (unsigned l = s % step; l < n_layouts * n_layouts; l += step)
             move(a, l + s, row_sizes[s], {l % n_layouts, (l * 5 + s) % 4 ? 0 : l % 16},
@@ -838,13 +847,13 @@ static void numbered_store(arena *a, unsigned n, int64_t k_bytes, int64_t v_byte
                {n / 3 % n_layouts, input_align},
                count,
                count + 11,
-               static_cast<store_form>(n / 4 % n_forms)});
+               store_form(n / 4 % n_forms)});
 }
 
 /* In every other case K and V are equally wide. */
 static void store_matrix(arena *a)
 {
-    const unsigned step = static_cast<unsigned>(thin);
+    const unsigned step = unsigned(thin);
     for (unsigned s = 0; s < n_row_sizes; s++)
         for (unsigned l = s % step; l < n_layouts * n_forms * 4; l += step)
             numbered_store(a, l / n_layouts * 4 + l % 4, row_sizes[s],
@@ -896,7 +905,7 @@ static void vocabulary_shard(arena *a)
         const kvprim_table src = place(a, &layouts[0], rows, row_bytes, 0);
         void *const ids = place_index(a, type_of(n), count, 0, vocabulary, false);
         for (int64_t i = 0; i < count; i++)
-            set_index(ids, type_of(n), i, static_cast<int64_t>(below(uint64_t(vocabulary))));
+            set_index(ids, type_of(n), i, int64_t(below(uint64_t(vocabulary))));
         const kvprim_gather_desc d = gather_of(dst, src, row_bytes, ids, type_of(n), first, count, reserve_counter(a));
         CHECK(try_move(a, &d, "a shard of a vocabulary") == RAN);
         int64_t zero_rows = 0, foreign = 0;
@@ -931,7 +940,7 @@ static void row_tails(arena *a)
 {
     for (int64_t row_bytes = 1; row_bytes <= 160; row_bytes += row_bytes < 48 ? 1 : 13) {
         const int64_t rows = 9, count = 7, stride = (row_bytes + 16) / 16 * 16;
-        const size_t cache_bytes = static_cast<size_t>(rows * stride), bytes = static_cast<size_t>(count * stride);
+        const size_t cache_bytes = size_t(rows * stride), bytes = size_t(count * stride);
         empty(a);
         const kvprim_table cache = table_of(reserve(a, cache_bytes, 0), rows, stride);
         const kvprim_table input = table_of(reserve(a, bytes, 0), count, stride);
@@ -998,7 +1007,7 @@ static const struct {
 /* Moves so much memory that each kernel of plain rows has its turn: see kvpc_run_gather and kvpc_run_store. */
 static void kernel_matrix(arena *a)
 {
-    const int64_t two_loads = 16 * 2100 * static_cast<int64_t>(kvpc_multiprocessors());
+    const int64_t two_loads = 16 * 2100 * int64_t(kvpc_multiprocessors());
     for (const auto &s : row_shapes)
         for (const int64_t bytes : {int64_t(1), two_loads, int64_t(300) << 10, int64_t(1100) << 10})
             for (const bool wide : {false, true}) {
@@ -1031,7 +1040,7 @@ static void uses(arena *a)
     plain_sizes(a);
 }
 
-/* ---- descriptors that must be refused ---- */
+/* ---- good descriptors ---- */
 
 static kvprim_gather_desc good_gather(arena *a)
 {
@@ -1039,53 +1048,6 @@ static kvprim_gather_desc good_gather(arena *a)
     void *const src = reserve(a, 4096, 0), *const dst = reserve(a, 4096, 0);
     const void *const index = place_index(a, KVPRIM_I32, 4, 0, 8, false);
     return gather_of(table_of(dst, 4), table_of(src, 8), 128, index, KVPRIM_I32, 0, 4, reserve_counter(a));
-}
-
-static uint32_t *odd_counter(uint32_t *rejected)
-{
-    return reinterpret_cast<uint32_t *>(reinterpret_cast<char *>(rejected) + 2);
-}
-
-/* tests/core lists what kvprim's check refuses. Here stands an error of each kind, which proves that the GPU's
-   functions ask that check before they enqueue anything, and what is not in that list. */
-#define BAD(change)                                                                                                    \
-    d = good;                                                                                                          \
-    d.change;                                                                                                          \
-    CHECK(try_move(a, &d, #change) == REFUSED)
-
-static void bad_gathers(arena *a)
-{
-    const kvprim_gather_desc good = good_gather(a);
-    kvprim_gather_desc d = good;
-    CHECK(try_move(a, &good, "good") == RAN);
-    BAD(dst.data = nullptr);
-    BAD(index_type = static_cast<kvprim_index_type>(0));
-    BAD(count = INT64_MIN);
-    BAD(count = INT64_MAX);
-    BAD(row_bytes = INT64_MAX);
-    BAD(dst.rows = 3);
-    BAD(dst.page_rows = INT64_MIN);
-    BAD(dst.heads = INT32_MIN);
-    BAD(dst.heads = 2); /* and no head_stride */
-    BAD(src.page_rows = 4; d.src.page_stride = 400);
-    BAD(src.heads = 2; d.src.stride = 64; d.src.head_stride = 100);
-    BAD(src.data = good.dst.data);
-    BAD(src.data = static_cast<char *>(good.dst.data) + 511);
-    BAD(src.bytes = 8 * 128 - 1);
-    BAD(dst.bytes = 4 * 128 - 1);
-    BAD(reserved = 1);
-    d = good;
-    d.src.bytes = 8 * 128;
-    d.dst.bytes = 4 * 128;
-    CHECK(try_move(a, &d, "tables as large as their memory") == RAN);
-    d = {};
-    CHECK(try_move(a, &d, "count 0") == RAN);
-    d.rejected = odd_counter(good.rejected);
-    d.reserved = d.row_bytes = -1;
-    CHECK(try_move(a, &d, "count 0, and all else is wrong") == RAN);
-    d = good;
-    d.src = empty_table();
-    CHECK(try_move(a, &d, "an empty table") == RAN);
 }
 
 static kvprim_store_desc good_store(arena *a)
@@ -1099,38 +1061,6 @@ static kvprim_store_desc good_store(arena *a)
     d.v = table_of(v, 2);
     d.v_bytes = 32;
     return d;
-}
-
-static void bad_stores(arena *a)
-{
-    const kvprim_store_desc good = good_store(a);
-    kvprim_store_desc d = good;
-    CHECK(try_move(a, &good, "good") == RAN);
-    BAD(k_cache.data = nullptr);
-    BAD(k.data = nullptr);
-    BAD(k_bytes = 0);
-    BAD(v_bytes = INT64_MIN);
-    BAD(v.rows = 0);
-    BAD(v_cache.rows = 7);
-    BAD(k_cache.rows = INT64_MAX);
-    BAD(k.heads = 7);
-    BAD(k_cache.heads = 2);
-    BAD(v_cache.page_rows = -4);
-    BAD(count = INT64_MAX);
-    BAD(v_cache.data = static_cast<char *>(good.k_cache.data) + 63);
-    BAD(slot_type = static_cast<kvprim_index_type>(0));
-    BAD(k_cache.bytes = 8 * 64 - 1);
-    BAD(v.bytes = 2 * 32 - 1);
-    BAD(rejected = static_cast<uint32_t *>(good.v.data));
-    d = good;
-    d.v_cache = table_of(nullptr, 0);
-    CHECK(try_move(a, &d, "an input V without a cache") == REFUSED);
-    d.v = table_of(nullptr, 0);
-    CHECK(try_move(a, &d, "the bytes of V without V") == REFUSED);
-    d.v_bytes = 0;
-    CHECK(try_move(a, &d, "K only") == RAN);
-    d = {};
-    CHECK(try_move(a, &d, "count 0") == RAN);
 }
 
 static kvprim_transfer_desc good_transfer(arena *a)
@@ -1147,120 +1077,6 @@ static kvprim_transfer_desc good_transfer(arena *a)
     return d;
 }
 
-static void bad_transfers(arena *a)
-{
-    const kvprim_transfer_desc good = good_transfer(a);
-    char *const dst = static_cast<char *>(good.dst.data), *const src = static_cast<char *>(good.src.data);
-    void *const no_layer[2] = {dst, nullptr}, *const shared[2] = {src, dst + 1900};
-    void *const stacked[2] = {dst, dst + 1024};
-    kvprim_transfer_desc d = good;
-    CHECK(try_move(a, &good, "good") == RAN);
-    BAD(dst.data = nullptr);
-    BAD(dst_layers = no_layer);
-    BAD(src_layers = shared);
-    BAD(dst_layers = stacked; d.dst_layer_stride = 1024);
-    BAD(dst_layer_stride = 1023);
-    BAD(layers = INT32_MIN);
-    BAD(row_bytes = 0);
-    BAD(row_bytes = INT64_MAX);
-    BAD(count = -1);
-    BAD(count = int64_t(1) << 62; d.layers = 4);
-    BAD(dst_index = static_cast<const char *>(good.dst_index) + 1);
-    BAD(src_index = static_cast<const char *>(good.src_index) + 2);
-    BAD(dst_index = dst + 1024 + 512);
-    BAD(src_index_stride = INT64_MAX);
-    BAD(dst_index_type = static_cast<kvprim_index_type>(3));
-    BAD(dst.rows = -1);
-    BAD(dst.stride = 127);
-    BAD(src.stride = INT64_MIN);
-    BAD(src.page_rows = -1);
-    BAD(dst.page_stride = -1);
-    BAD(dst.heads = 3);
-    BAD(src.heads = INT32_MIN);
-    BAD(src.data = dst);
-    BAD(src.data = dst + 2047);
-    BAD(dst.bytes = 2 * 8 * 128 - 1);
-    BAD(src.bytes = 2 * 16 * 128 - 1);
-    BAD(reserved = -1);
-    BAD(src.reserved = 1);
-    BAD(rejected = static_cast<uint32_t *>(good.src.data) + 1023);
-    BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.dst_index)) + 3);
-    BAD(dst_index = nullptr; d.dst.rows = 3); /* a side without an index has as many rows as are moved */
-    BAD(src_index = nullptr; d.src.rows = 3);
-    d = good;
-    d.dst.bytes = 2 * 8 * 128;
-    d.src.bytes = 2 * 16 * 128;
-    CHECK(try_move(a, &d, "tables as large as their memory") == RAN);
-    d = {};
-    CHECK(try_move(a, &d, "count 0") == RAN);
-    d = good;
-    d.src = empty_table();
-    CHECK(try_move(a, &d, "an empty table") == RAN);
-}
-#undef BAD
-
-/* ---- options that must be refused ---- */
-
-/* Without rows nothing is looked at, not even the options. One that is out of range is refused by name, and so is a
-   descriptor that is NULL. Nothing is written. */
-template <class Desc> static void bad_launches(arena *a, const Desc &good)
-{
-    static const struct {
-        int32_t pdl, max_sms;
-        int64_t reserved;
-        const char *field;
-    } cases[] = {{2, 0, 0, "pdl"},
-                 {-1, 0, 0, "pdl"},
-                 {0, -1, 0, "max_sms"},
-                 {1, INT32_MIN, 0, "max_sms"},
-                 {0, 0, 1, "launch.reserved"}};
-    const on_gpu<Desc> on(a, good);
-    const Desc none = {};
-    const std::string function = std::string("kvprim_cuda_") + functions<Desc>::name + ": ";
-    memcpy(a->got, a->expected, a->used);
-    start_visit(a);
-    before(a);
-    for (const auto &c : cases) {
-        kvprim_cuda_launch bad = launch_like(a, c.pdl, c.max_sms);
-        bad.reserved = c.reserved;
-        snprintf(current, sizeof current, "%spdl %d, max_sms %d", function.c_str(), c.pdl, c.max_sms);
-        CHECK(functions<Desc>::gpu(&none, &bad) == KVPRIM_OK);
-        CHECK_ERROR(functions<Desc>::gpu(&on.d, &bad), KVPRIM_ERROR_ARGUMENT, (function + c.field).c_str());
-    }
-    CHECK_ERROR(functions<Desc>::gpu(nullptr, a->launch), KVPRIM_ERROR_NULL, (function + "desc is NULL").c_str());
-    after(a, false);
-    compare(a);
-}
-
-static void bad_moves(arena *a)
-{
-    const kvprim_gather_desc on = on_device(a, good_gather(a));
-    kvprim_gather_desc none = on;
-    none.count = 0;
-    kvprim_move m[2];
-    CHECK(kvprim_gather_moves(&none, &m[0]) == KVPRIM_OK);
-    CHECK(kvprim_gather_moves(&on, &m[1]) == KVPRIM_OK);
-    const kvprim_cuda_launch bad = launch_like(a, 7, 0);
-    kvprim_cuda_launch reserved = launch_like(a, 0, 0);
-    reserved.reserved = 1;
-    CHECK(kvprim_cuda_move(m, 1, &bad) == KVPRIM_OK);
-    CHECK(kvprim_cuda_move(nullptr, 0, &bad) == KVPRIM_OK);
-    CHECK_ERROR(kvprim_cuda_move(m, 2, &bad), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_move: pdl");
-    CHECK_ERROR(kvprim_cuda_move(m, 2, &reserved), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_move: launch.reserved");
-    CHECK_ERROR(kvprim_cuda_move(nullptr, 1, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_move: moves is NULL");
-}
-
-static void bad_descriptors(arena *a)
-{
-    bad_gathers(a);
-    bad_stores(a);
-    bad_transfers(a);
-    bad_launches(a, good_gather(a));
-    bad_launches(a, good_store(a));
-    bad_launches(a, good_transfer(a));
-    bad_moves(a);
-}
-
 /* ---- random descriptors ---- */
 
 /* Of each table's part of the memory, and of an index with the counter. */
@@ -1273,7 +1089,7 @@ static bool chance(uint64_t one_in)
 
 static int64_t random_below(uint64_t n)
 {
-    return static_cast<int64_t>(below(n));
+    return int64_t(below(n));
 }
 
 /* Makes strides of dimensions that enclose each other in any order, some with padding; or a packed table. */
@@ -1282,10 +1098,10 @@ static kvprim_table random_table(int64_t rows, int64_t row_bytes)
     static const int32_t head_counts[] = {0, 1, 2, 3, 4, 8, 16};
     kvprim_table t = table_of(nullptr, rows);
     if (chance(2))
-        t.heads = chance(8) ? static_cast<int32_t>(row_bytes) : head_counts[below(7)];
+        t.heads = chance(8) ? int32_t(row_bytes) : head_counts[below(7)];
     if (t.heads > 1 && row_bytes % t.heads && !chance(16))
         t.heads = 1;
-    t.page_rows = chance(2) ? static_cast<int64_t>(below(18)) : 0;
+    t.page_rows = chance(2) ? int64_t(below(18)) : 0;
     const int64_t in_page = t.page_rows ? t.page_rows : rows, heads = t.heads > 1 ? t.heads : 1;
     t.head_stride = heads > 1 ? (in_page ? in_page : 1) * (row_bytes / heads) : 0;
     if (chance(3))
@@ -1296,8 +1112,8 @@ static kvprim_table random_table(int64_t rows, int64_t row_bytes)
     const uint64_t first = below(3), step = 1 + below(2), unit = uint64_t(1) << below(5);
     for (uint64_t i = 0; i < 3; i++) {
         const uint64_t k = (first + i * step) % 3;
-        const int64_t up = chance(2) ? static_cast<int64_t>((unit - static_cast<uint64_t>(extent) % unit) % unit) : 0;
-        *strides[k] = extent + up + (chance(2) ? static_cast<int64_t>(below(3) * unit) : 0) - chance(64);
+        const int64_t up = chance(2) ? int64_t((unit - uint64_t(extent) % unit) % unit) : 0;
+        *strides[k] = extent + up + (chance(2) ? int64_t(below(3) * unit) : 0) - chance(64);
         extent += *strides[k] * (counts[k] > 1 ? counts[k] - 1 : 0);
     }
     return t;
@@ -1305,16 +1121,16 @@ static kvprim_table random_table(int64_t rows, int64_t row_bytes)
 
 static int64_t wild_value()
 {
-    const int64_t near = static_cast<int64_t>(below(5)) - 2;
+    const int64_t near = int64_t(below(5)) - 2;
     switch (below(4)) {
     case 0:
-        return static_cast<int64_t>(random_u64());
+        return int64_t(random_u64());
     case 1:
         return near;
     case 2:
-        return static_cast<int64_t>((uint64_t(1) << below(64)) + static_cast<uint64_t>(near));
+        return int64_t((uint64_t(1) << below(64)) + uint64_t(near));
     default:
-        return static_cast<int64_t>(static_cast<uint64_t>(INT64_MAX) + static_cast<uint64_t>(near));
+        return int64_t(uint64_t(INT64_MAX) + uint64_t(near));
     }
 }
 
@@ -1330,11 +1146,11 @@ static void spoil_table(kvprim_table *t)
     for (int64_t *const field : fields)
         spoil(field);
     if (chance(40))
-        t->heads = static_cast<int32_t>(wild_value());
+        t->heads = int32_t(wild_value());
     if (chance(60))
         t->data = nullptr;
     if (chance(40))
-        t->bytes = chance(4) ? wild_value() : static_cast<int64_t>(below(2 * fuzz_bytes));
+        t->bytes = chance(4) ? wild_value() : int64_t(below(2 * fuzz_bytes));
     if (chance(200))
         t->reserved = 1;
 }
@@ -1350,15 +1166,15 @@ static void *random_place(arena *a, uint64_t part)
 static const void *random_index(arena *a, size_t place, kvprim_index_type type, int64_t rows, int64_t base,
                                 bool distinct)
 {
-    const uint64_t start = below(64), range = static_cast<uint64_t>(rows) + 3;
+    const uint64_t start = below(64), range = uint64_t(rows) + 3;
     void *const index = a->expected + 4 * fuzz_bytes + place * fuzz_index_bytes + 8 * below(4);
     a->index_room = fuzz_indices;
     for (uint64_t i = 0; i < fuzz_indices; i++) {
         const uint64_t step = distinct ? start + i : random_u64();
-        int64_t value = static_cast<int64_t>(static_cast<uint64_t>(base) + step % range - 1); /* wraps */
+        int64_t value = int64_t(uint64_t(base) + step % range - 1); /* wraps */
         if (chance(16))
             value = wild_value();
-        set_index(index, type, static_cast<int64_t>(i), value);
+        set_index(index, type, int64_t(i), value);
     }
     return index;
 }
@@ -1437,7 +1253,7 @@ static void random_desc(arena *a, kvprim_transfer_desc *d, kvprim_index_type typ
     const int64_t src_rows = src_indexed ? 1 + random_below(40) : count + random_below(3);
     d->index_type = type, d->count = count;
     d->row_bytes = random_row_bytes();
-    d->layers = static_cast<int32_t>(below(layers + 1));
+    d->layers = int32_t(below(layers + 1));
     d->dst = random_side(a, 0, dst_rows, d->row_bytes);
     d->src = random_side(a, 2, src_rows, d->row_bytes);
     for (int l = 0; l < layers; l++) {
@@ -1478,7 +1294,7 @@ template <outcome (*one)(arena *, unsigned)> static void fuzz(arena *a)
     const unsigned rounds = fuzz_rounds;
     unsigned n[3] = {0, 0, 0};
     for (unsigned round = 0; round < rounds; round++) {
-        random_state = static_cast<uint64_t>(round + 1) << 32;
+        random_state = uint64_t(round + 1) << 32;
         n[one(a, round)]++;
     }
     if (n[RAN] < rounds / 4 || n[REFUSED] < rounds / 10)
@@ -1518,8 +1334,8 @@ static void check_large_row(int i, int64_t row_bytes, const unsigned char *input
     for (int64_t b = 0; b < row_bytes; b++) {
         const int want = stored ? input[i * row_bytes + b] : 0, got = output[i * row_bytes + b];
         if (got != want || (stored && stored[b] != want))
-            fail("row %lld byte %lld: expected %02x, stored %02x, gathered %02x",
-                 static_cast<long long>(large_slots[i]), static_cast<long long>(b), want, stored ? stored[b] : 0, got);
+            fail("row %lld byte %lld: expected %02x, stored %02x, gathered %02x", print_i64(large_slots[i]),
+                 print_i64(b), want, stored ? stored[b] : 0, got);
     }
 }
 
@@ -1579,8 +1395,7 @@ static void compare_warps(const unsigned char *got, const unsigned char *want, s
         bad++;
     const size_t warp = bad / slot;
     fail("%s of %zu bytes, alignments %zu and %zu, byte %lld of them: expected %02x, got %02x", zero ? "zeros" : "copy",
-         bytes, warp % 16, warp / 16, static_cast<long long>(bad % slot) - static_cast<long long>(16 + warp % 16),
-         want[bad], got[bad]);
+         bytes, warp % 16, warp / 16, print_i64(bad % slot) - print_i64(16 + warp % 16), want[bad], got[bad]);
 }
 
 #endif /* TEST_ROWS_H */

@@ -21,16 +21,16 @@ static bool visit_array(arena *a, const void *array, kvprim_index_type type, int
     const int64_t size = type == KVPRIM_I64 ? 8 : 4;
     if (!array)
         return true;
-    if (offset_of(a, array) > a->used || elements > static_cast<int64_t>(a->used - offset_of(a, array)) / size)
+    if (offset_of(a, array) > a->used || elements > int64_t(a->used - offset_of(a, array)) / size)
         return false;
-    visit_word(a, array, static_cast<size_t>(elements * size));
+    visit_word(a, array, size_t(elements * size));
     return true;
 }
 
 /* The page numbers of each request, which have gaps between them. */
 static bool visit_pages(arena *a, const kvprim_slots_desc *d)
 {
-    const int64_t size = d->pages_type == KVPRIM_I64 ? 8 : 4, room = static_cast<int64_t>(a->used);
+    const int64_t size = d->pages_type == KVPRIM_I64 ? 8 : 4, room = int64_t(a->used);
     if (d->requests > 1 && (d->requests > room || d->pages_stride > room / d->requests))
         return false;
     for (int64_t r = 0; r < d->requests; r++)
@@ -86,7 +86,7 @@ struct slots_case {
 static void *reserve_array(arena *a, kvprim_index_type type, int64_t elements)
 {
     const size_t size = type == KVPRIM_I64 ? 8 : 4;
-    return reserve(a, static_cast<size_t>(elements) * size, size * below(4));
+    return reserve(a, size_t(elements) * size, size * below(4));
 }
 
 /* Mostly below n, and sometimes negative, n or more, or any number. */
@@ -94,7 +94,7 @@ static int64_t some_number(const slots_case *c, kvprim_index_type type, int64_t 
 {
     if (!c->plain && chance(12))
         return chance(2) ? n + random_below(3) : chance(2) ? -1 - random_below(3) : wild(type);
-    return random_below(static_cast<uint64_t>(n));
+    return random_below(uint64_t(n));
 }
 
 /* The counts of requests, some of which are 0: at the beginning, at the end, and every third one between. Some tokens
@@ -160,9 +160,8 @@ static void one_slots(arena *a, const slots_case *c)
     const kvprim_slots_desc d = make_slots(a, c);
     snprintf(what, sizeof what,
              "form %d, types %u, %lld requests x %lld pages (+ %lld) of %lld, %lld rows, %lld tokens", c->form,
-             c->types, static_cast<long long>(c->requests), static_cast<long long>(c->max_pages),
-             static_cast<long long>(c->pad), static_cast<long long>(c->page_rows), static_cast<long long>(c->rows),
-             static_cast<long long>(c->count));
+             c->types, print_i64(c->requests), print_i64(c->max_pages), print_i64(c->pad), print_i64(c->page_rows),
+             print_i64(c->rows), print_i64(c->count));
     if (try_slots(a, &d, what) != RAN)
         fail("%s: did not run", current);
 }
@@ -227,8 +226,7 @@ static void small_slots(arena *a)
 {
     for (int form = 0; form < n_slots_forms; form++)
         for (const int64_t count : {1, 32, 513, 20000}) {
-            const slots_case c = {form, static_cast<unsigned>(below(8)), 1 + random_below(60), 7, 1, 16, 500, count,
-                                  false};
+            const slots_case c = {form, unsigned(below(8)), 1 + random_below(60), 7, 1, 16, 500, count, false};
             one_slots(a, &c);
         }
 }
@@ -269,7 +267,7 @@ static void slots_limits(arena *a)
             if (d.starts)
                 set_index(const_cast<void *>(d.starts), d.token_type, 0, k.start);
             if (try_slots(a, &d, "limits") != RAN)
-                fail("form %d, start %lld: did not run", form, static_cast<long long>(k.start));
+                fail("form %d, start %lld: did not run", form, print_i64(k.start));
         }
 }
 
@@ -278,8 +276,7 @@ static void slots_unordered(arena *a)
 {
     for (int round = 0; round < 60; round++) {
         empty(a);
-        const slots_case c = {
-            1 + round % 2, static_cast<unsigned>(below(8)), 1 + random_below(400), 3, 0, 16, 1000, 300, true};
+        const slots_case c = {1 + round % 2, unsigned(below(8)), 1 + random_below(400), 3, 0, 16, 1000, 300, true};
         kvprim_slots_desc d = make_slots(a, &c);
         for (int64_t r = 0; r <= d.requests; r++)
             set_index(const_cast<void *>(d.cu_seqlens), d.token_type, r,
@@ -298,12 +295,10 @@ static void slots_unordered(arena *a)
         for (int64_t i = 0; i < d.count; i++) {
             const int64_t slot = index_at(a->got + offset_of(a, d.slot), d.slot_type, i);
             if (slot < -1 || slot >= d.rows)
-                fail("unordered counts, round %d: slot %lld", round, static_cast<long long>(slot));
+                fail("unordered counts, round %d: slot %lld", round, print_i64(slot));
         }
     }
 }
-
-/* ---- bad descriptors ---- */
 
 static kvprim_slots_desc good_slots(arena *a, int form)
 {
@@ -315,53 +310,19 @@ static kvprim_slots_desc good_slots(arena *a, int form)
     return d;
 }
 
-static void bad_slots(arena *a)
-{
-    kvprim_slots_desc d;
-    for (int form = 0; form < 2; form++) {
-        const auto refuse = [&](kvprim_status want, const char *text) {
-            CHECK(try_slots(a, &d, text) == REFUSED);
-            const kvprim_slots_desc on = on_device(a, d);
-            CHECK_ERROR(kvprim_cuda_slots(&on, a->launch), want, text);
-            d = good_slots(a, form);
-        };
-        d = good_slots(a, form);
-        CHECK(try_slots(a, &d, "good") == RAN);
-        d.pages = nullptr;
-        refuse(KVPRIM_ERROR_NULL, "kvprim_cuda_slots: pages is NULL");
-        d.slot = nullptr;
-        refuse(KVPRIM_ERROR_NULL, "slot is NULL");
-        d.count = -1;
-        refuse(KVPRIM_ERROR_SIZE, "count is -1");
-        d.pages_stride = 3;
-        refuse(KVPRIM_ERROR_SIZE, "pages_stride is 3, less than max_pages, 4");
-        d.slot = const_cast<void *>(form ? d.cu_seqlens : d.position);
-        refuse(KVPRIM_ERROR_OVERLAP, form ? "overlaps cu_seqlens" : "overlaps position");
-        d.reserved = 1;
-        refuse(KVPRIM_ERROR_ARGUMENT, "a reserved field is not 0");
-    }
-    CHECK_ERROR(kvprim_cuda_slots(nullptr, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_slots: desc is NULL");
-    const kvprim_cuda_launch bad[] = {{nullptr, 2, 0, 0}, {nullptr, 0, -1, 0}, {nullptr, 0, 0, 1}};
-    const kvprim_slots_desc none = {};
-    for (const kvprim_cuda_launch &launch : bad) {
-        CHECK(kvprim_cuda_slots(&none, &launch) == KVPRIM_OK);
-        CHECK_ERROR(kvprim_cuda_slots(&d, &launch), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_slots: ");
-    }
-}
-
 /* ---- random descriptors ---- */
 
 static outcome random_slots(arena *a, unsigned round)
 {
     empty(a);
     const int64_t page_rows = chance(20) ? int64_t(1) << below(40) : 1 + random_below(70);
-    const slots_case c = {static_cast<int>(below(n_slots_forms)),
-                          static_cast<unsigned>(below(8)),
+    const slots_case c = {int(below(n_slots_forms)),
+                          unsigned(below(8)),
                           1 + random_below(chance(3) ? 600 : 20),
                           1 + random_below(30),
                           chance(3) ? random_below(9) : 0,
                           page_rows,
-                          1 + random_below(chance(3) ? uint64_t(1) << 31 : static_cast<uint64_t>(page_rows) * 20),
+                          1 + random_below(chance(3) ? uint64_t(1) << 31 : uint64_t(page_rows) * 20),
                           1 + random_below(600),
                           chance(3)};
     kvprim_slots_desc d = make_slots(a, &c);
@@ -391,7 +352,7 @@ static void deal_pages(const slots_round_trip *t)
     const std::vector<int64_t> pages = shuffled(t->c.rows / t->c.page_rows);
     fill_slots(&t->slots, &t->c);
     for (int64_t n = 0; n < t->c.requests * t->c.max_pages; n++)
-        set_index(const_cast<void *>(t->slots.pages), t->slots.pages_type, n, pages[static_cast<size_t>(n)]);
+        set_index(const_cast<void *>(t->slots.pages), t->slots.pages_type, n, pages[size_t(n)]);
     for (int64_t i = 0; t->slots.position && i < t->c.count; i++) {
         set_index(const_cast<void *>(t->slots.request), t->slots.token_type, i, i % t->c.requests);
         set_index(const_cast<void *>(t->slots.position), t->slots.token_type, i, i / t->c.requests);
@@ -420,7 +381,7 @@ static void round_trip_on_host(const slots_round_trip *t)
 {
     CHECK(kvprim_slots(&t->slots) == KVPRIM_OK);
     CHECK(kvprim_store(&t->store) == KVPRIM_OK && kvprim_gather(&t->gather) == KVPRIM_OK);
-    const size_t bytes = static_cast<size_t>(t->c.count * t->store.k_bytes);
+    const size_t bytes = size_t(t->c.count * t->store.k_bytes);
     CHECK(memcmp(t->gather.dst.data, t->store.k.data, bytes) == 0);
 }
 

@@ -42,12 +42,12 @@ struct listed_transfer {
 
     void **new_table(arena *a) const
     {
-        return static_cast<void **>(reserve(a, static_cast<size_t>(move.layers) * sizeof(void *), 8 * below(2)));
+        return reserve<void *>(a, size_t(move.layers) * sizeof(void *), 8 * below(2));
     }
 
     size_t list_bytes(const side &s) const
     {
-        return static_cast<size_t>((move.count - 1) * s.stride + 1) * (s.type == KVPRIM_I64 ? 8 : 4);
+        return size_t((move.count - 1) * s.stride + 1) * (s.type == KVPRIM_I64 ? 8 : 4);
     }
 
     /* Takes the layers and indices as they are now. */
@@ -79,7 +79,7 @@ struct listed_transfer {
         a->taken.resize(a->used);
         for (void *const table : tables)
             if (table)
-                visit_word(a, table, static_cast<size_t>(move.layers) * sizeof(void *));
+                visit_word(a, table, size_t(move.layers) * sizeof(void *));
     }
 };
 

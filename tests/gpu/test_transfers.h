@@ -28,10 +28,10 @@ static kvprim_table place_layers(arena *a, const placing &l, int64_t rows, int64
     size_t span;
     kvprim_table t = lay_out(&layouts[l.layout], rows, row_bytes, &span);
     const size_t align = l.align, step = align ? span + 7 : (span + 31) / 16 * 16;
-    *layer_stride = apart ? 0 : static_cast<int64_t>(step);
-    char *const block = apart ? nullptr : static_cast<char *>(reserve(a, step * static_cast<size_t>(layers), align));
+    *layer_stride = apart ? 0 : int64_t(step);
+    char *const block = apart ? nullptr : reserve<char>(a, step * size_t(layers), align);
     for (int32_t n = 0; n < layers; n++)
-        starts[apart ? layers - 1 - n : n] = apart ? reserve(a, span, align) : block + static_cast<size_t>(n) * step;
+        starts[apart ? layers - 1 - n : n] = apart ? reserve(a, span, align) : block + size_t(n) * step;
     t.data = apart ? nullptr : block;
     return t;
 }
@@ -40,7 +40,7 @@ static kvprim_table place_layers(arena *a, const placing &l, int64_t rows, int64
 static void place_mapping(arena *a, kvprim_transfer_desc *d)
 {
     const size_t width = d->index_type == KVPRIM_I64 ? 8 : 4;
-    char *const mapping = static_cast<char *>(reserve(a, 2 * static_cast<size_t>(d->count) * width, 0));
+    char *const mapping = reserve<char>(a, 2 * size_t(d->count) * width, 0);
     a->indices.push_back({mapping, d->index_type, d->count, 0, d->src.rows, 2, false});
     a->indices.push_back({mapping + width, d->index_type, d->count, 0, d->dst.rows, 2, true});
     fill_index(a->indices.end()[-2]);
@@ -60,10 +60,10 @@ static void place_indices(arena *a, kvprim_transfer_desc *d, unsigned indexed, k
         return;
     }
     const kvprim_index_type other = type == KVPRIM_I64 ? KVPRIM_I32 : KVPRIM_I64;
-    d->dst_index_type = chance(3) ? other : static_cast<kvprim_index_type>(0);
-    d->src_index_type = chance(3) ? other : static_cast<kvprim_index_type>(0);
+    d->dst_index_type = chance(3) ? other : kvprim_index_type(0);
+    d->src_index_type = chance(3) ? other : kvprim_index_type(0);
     if (d->dst_index_type && d->src_index_type && chance(2))
-        d->index_type = static_cast<kvprim_index_type>(0);
+        d->index_type = kvprim_index_type(0);
     d->dst_index_base = bases[below(4)];
     d->src_index_base = bases[below(4)];
     d->dst_index_stride = index_strides[below(8)];
@@ -102,7 +102,7 @@ static void one_transfer(arena *a, const transfer_case &c)
 /* Runs case n. Whatever is not given follows from n. */
 static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, const placing &to, const placing &from)
 {
-    const int32_t layers = 1 + static_cast<int32_t>(n / 3 % 3);
+    const int32_t layers = 1 + int32_t(n / 3 % 3);
     one_transfer(
         a, {row_bytes, to, from, rows_for(row_bytes) - n % 2, layers, n % 4, n / 4 % 4, type_of(n / 2), n % 5 != 0});
 }
@@ -121,7 +121,7 @@ static void layer_matrix(arena *a)
     for (const int32_t layers : counts)
         for (const int64_t row_bytes : sizes)
             for (unsigned apart = 0; apart < 4; apart++, n++) {
-                if (layers > 61 && n % static_cast<unsigned>(2 * thin - 1)) /* only some cases, as these take long */
+                if (layers > 61 && n % unsigned(2 * thin - 1)) /* only some cases, as these take long */
                     continue;
                 one_transfer(
                     a, {row_bytes, {n % 3 * 4, 0}, {n / 4 % 3 * 4, 0}, 5, layers, n / 3 % 4, apart, type_of(n), true});
@@ -147,13 +147,10 @@ static void transfer_heads_apart(arena *a)
 {
     for (int side = 0; side < 2; side++) {
         empty(a);
-        kvprim_transfer_desc d = {};
-        d.dst = table_of(reserve(a, 4096, 0), 8, 64);
-        d.src = table_of(reserve(a, 4096, 0), 8, 64);
-        (side ? d.src : d.dst).heads = 2;
-        (side ? d.src : d.dst).head_stride = 1024;
-        d.row_bytes = 64;
-        d.count = 8;
+        const kvprim_table to = table_of(reserve(a, 4096, 0), 8, 64), from = table_of(reserve(a, 4096, 0), 8, 64);
+        kvprim_transfer_desc d = transfer_of(to, from, 64, 8);
+        kvprim_table *const apart = side ? &d.src : &d.dst;
+        apart->heads = 2, apart->head_stride = 1024;
         CHECK(try_transfer(a, &d, side ? "heads of src lie apart" : "heads of dst lie apart") == RAN);
     }
 }
@@ -179,8 +176,8 @@ static void long_transfers(arena *a)
         for (unsigned l = 0; l < (row_bytes > 4096 ? 6 : n_layouts); l++, n++) { /* pages of 128 rows are too long */
             const placing to = {n % 3 ? l : 0, 0}, from = {n % 3 == 1 ? 0 : l, n % 5 == 4 ? 4u : 0};
             const int64_t count = (n % 2 ? 132000 : 66000) / row_bytes + 1;
-            one_transfer(a, {row_bytes, to, from, count, 1 + static_cast<int32_t>(n / 4 % 3), n % 2 ? 0 : n / 2 % 4,
-                             n / 3 % 4, type_of(n), true});
+            one_transfer(a, {row_bytes, to, from, count, 1 + int32_t(n / 4 % 3), n % 2 ? 0 : n / 2 % 4, n / 3 % 4,
+                             type_of(n), true});
         }
 }
 
@@ -195,7 +192,7 @@ static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const pla
     const kvprim_index_type type = type_of(n);
     empty(a);
     kvprim_transfer_desc d = {};
-    d.layers = 1 + static_cast<int32_t>(n % 3);
+    d.layers = 1 + int32_t(n % 3);
     d.dst = place_layers(a, l, rows, row_bytes, d.layers, n % 2, starts, &d.dst_layer_stride);
     d.dst_layers = n % 2 ? starts : nullptr;
     d.src = d.dst;
@@ -205,15 +202,11 @@ static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const pla
                                                                      place_index(a, type, count, 0, rows, true);
     const std::vector<int64_t> order = shuffled(rows);
     for (int64_t i = 0; i < count; i++) {
-        set_index(to, type, i, chance(9) ? -1 - i : order[static_cast<size_t>(i)]);
-        set_index(from, type, i,
-                  chance(9) ? rows + i : order[static_cast<size_t>(count + (i > 2 && chance(4) ? 1 : i))]);
+        set_index(to, type, i, chance(9) ? -1 - i : order[size_t(i)]);
+        set_index(from, type, i, chance(9) ? rows + i : order[size_t(count + (i > 2 && chance(4) ? 1 : i))]);
     }
-    d.row_bytes = row_bytes;
-    d.dst_index = to;
-    d.src_index = from;
-    d.index_type = type;
-    d.count = count;
+    d.row_bytes = row_bytes, d.count = count;
+    d.dst_index = to, d.src_index = from, d.index_type = type;
     d.rejected = reserve_counter(a);
     CHECK(try_move(a, &d, "one cache, and it is not said") == REFUSED);
     d.same_cache = 1;
@@ -276,6 +269,19 @@ static void add_transfer(arena *a, together *t, unsigned n, int64_t count, int64
                            bases->data() + most_layers));
 }
 
+/* Runs the moves, after what `current` names. Everything that they may touch is visited. */
+static void run_now(arena *a, const together *t)
+{
+    run_both(
+        a, KVPRIM_OK, "-", true,
+        [&] {
+            for (const std::function<kvprim_status()> &call : t->one_by_one)
+                CHECK(call() == KVPRIM_OK);
+            return KVPRIM_OK;
+        },
+        [&] { return kvprim_cuda_move(t->moves.data(), t->moves.size(), a->launch); });
+}
+
 /* Runs the moves twice. In between all of the memory changes, including the indices. */
 static void run_together(arena *a, const together *t, const char *what)
 {
@@ -285,14 +291,7 @@ static void run_together(arena *a, const together *t, const char *what)
         snprintf(current, sizeof current, "%zu moves at once, run %d: %s", t->moves.size(), round, what);
         start_visit(a);
         CHECK(visit_moves(a, t->rows));
-        run_both(
-            a, KVPRIM_OK, "-", true,
-            [&] {
-                for (const std::function<kvprim_status()> &call : t->one_by_one)
-                    CHECK(call() == KVPRIM_OK);
-                return KVPRIM_OK;
-            },
-            [&] { return kvprim_cuda_move(t->moves.data(), t->moves.size(), a->launch); });
+        run_now(a, t);
     }
 }
 
@@ -331,18 +330,18 @@ static void random_moves(arena *a, unsigned rounds)
     static const int64_t counts[] = {1, 2, 17, 64, 200};
     for (unsigned round = 0; round < rounds; round++) {
         together t;
-        random_state = static_cast<uint64_t>(round + 1) << 40;
+        random_state = uint64_t(round + 1) << 40;
         empty(a);
         for (unsigned n = 0; n <= round % 5; n++) {
             const int64_t count = counts[below(5)], row_bytes = sizes[below(13)];
-            const unsigned any = static_cast<unsigned>(below(1 << 20));
+            const unsigned any = unsigned(below(1 << 20));
             const placing to = {any % n_layouts, any / 3 % 3 * any % 16}, from = {any / 7 % n_layouts, 0};
             if (chance(3))
                 add_call(a, &t, make_gather(a, any, row_bytes, to, from, count, count + 5));
             else if (chance(2))
                 add_store(a, &t, any, count, row_bytes, chance(3) ? 0 : sizes[below(13)]);
             else
-                add_transfer(a, &t, any, count, row_bytes, 1 + static_cast<int32_t>(below(4)));
+                add_transfer(a, &t, any, count, row_bytes, 1 + int32_t(below(4)));
         }
         char what[40];
         snprintf(what, sizeof what, "round %u", round);
@@ -355,7 +354,7 @@ static kvprim_transfer_desc place_move(arena *a, unsigned n, int64_t count, void
 {
     kvprim_transfer_desc d = {};
     d.row_bytes = n & 4 ? 61 : 64;
-    d.layers = 1 + static_cast<int32_t>(n & 1);
+    d.layers = 1 + int32_t(n & 1);
     for (int32_t l = 0; l < d.layers; l++) {
         dst_layers[l] = reserve(a, 8 * 64, 0);
         src_layers[l] = reserve(a, 16 * 64, 0);
@@ -405,7 +404,7 @@ static void listed_random_transfers(arena *a, unsigned rounds)
     unsigned ran = 0;
     for (unsigned round = 0; round < rounds; round++) {
         kvprim_transfer_desc d = {};
-        random_state = static_cast<uint64_t>(round + 1) << 32;
+        random_state = uint64_t(round + 1) << 32;
         empty(a);
         (void)reserve(a, 4 * fuzz_bytes + 2 * fuzz_index_bytes, 0);
         random_desc(a, &d, type_of(round));
@@ -450,7 +449,7 @@ static void unaligned_bases(arena *a)
             kvprim_transfer_desc d = {};
             d.dst = table_of(nullptr, rows), d.src = table_of(nullptr, rows);
             for (unsigned l = 0; l < layers; l++) {
-                const size_t bytes = static_cast<size_t>(rows * row_bytes);
+                const size_t bytes = size_t(rows * row_bytes);
                 dst[(3 * l + 5) % layers] = reserve(a, bytes, aligns[l]);
                 src[(5 * l + 2) % layers] = reserve(a, bytes, aligns[n % 3 ? (l + n) % layers : l]);
             }
@@ -498,8 +497,7 @@ static void many_device_layers(arena *a)
         empty(a);
         kvprim_transfer_desc d = {};
         d.dst = table_of(nullptr, 6), d.src = table_of(nullptr, 6);
-        char *const to = static_cast<char *>(reserve(a, 1000 * 6 * 16, 0)), *const from = static_cast<char *>(
-                                                                                reserve(a, 1000 * 6 * 16, 0));
+        char *const to = reserve<char>(a, 1000 * 6 * 16, 0), *const from = reserve<char>(a, 1000 * 6 * 16, 0);
         for (int l = 0; l < 1000; l++)
             dst[l * 7 % 1000] = to + 96 * l, src[l * 9 % 1000] = from + 96 * l;
         d.dst_layers = how & DST_TABLE ? dst : nullptr, d.dst.data = how & DST_TABLE ? nullptr : to;
@@ -544,14 +542,7 @@ static void listed_moves(arena *a)
             CHECK(visit_moves(a, t.rows));
             for (const std::shared_ptr<listed_transfer> &l : listed)
                 l->visit_tables(a);
-            run_both(
-                a, KVPRIM_OK, "-", true,
-                [&] {
-                    for (const std::function<kvprim_status()> &call : t.one_by_one)
-                        CHECK(call() == KVPRIM_OK);
-                    return KVPRIM_OK;
-                },
-                [&] { return kvprim_cuda_move(t.moves.data(), t.moves.size(), a->launch); });
+            run_now(a, &t);
             refill(a);
             for (unsigned k = 0; k < kinds; k++) { /* other layers, in the same memory */
                 std::swap(layers[2 * k * most_layers], layers[2 * k * most_layers + 3]);
@@ -567,14 +558,10 @@ static void listed_moves(arena *a)
 /* Like large_store_and_gather, except that a row without a source stays as it is. */
 static void large_transfers(const large_move *m, int64_t row_bytes)
 {
-    kvprim_transfer_desc in = {}, out = {};
-    in.dst = out.src = table_of(m->table, large_rows);
-    in.src = table_of(m->input, large_count);
-    out.dst = table_of(m->output, large_count);
-    in.dst_index = out.src_index = m->slots;
-    in.index_type = out.index_type = KVPRIM_I64;
-    in.row_bytes = out.row_bytes = row_bytes;
-    in.count = out.count = large_count;
+    const kvprim_table table = table_of(m->table, large_rows);
+    kvprim_transfer_desc in = transfer_of(table, table_of(m->input, large_count), row_bytes, large_count);
+    kvprim_transfer_desc out = transfer_of(table_of(m->output, large_count), table, row_bytes, large_count);
+    in.dst_index = out.src_index = m->slots, in.index_type = out.index_type = KVPRIM_I64;
     in.rejected = out.rejected = m->rejected;
     if (kvprim_cuda_transfer(&in, nullptr) != KVPRIM_OK || kvprim_cuda_transfer(&out, nullptr) != KVPRIM_OK)
         fail("%s", kvprim_last_error());

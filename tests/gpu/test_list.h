@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: MIT */
+/* The tests of test_cuda.cu and test_cuda_emulated.cpp, for macros that say what becomes of one. Those of `both` run in
+   both programs, those of `sampled` also under compute-sanitizer, those of `only_sampled` only there. `_long` ones run
+   last on a GPU, and not in its quick run: they take long, end the program, or make errors. */
+sampled("gather, sizes x layouts, sizes x alignments", in_memory<gather_matrix>);
+sampled("store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
+both("counts", test_counts);
+sampled("max_sms, pdl", test_options);
+sampled("each kernel of plain rows", test_kernels);
+on_gpu("no launch options", test_null_launch);
+emulated("dependent launches", test_dependent_launches);
+emulated("limits of plain rows", test_plain_limits);
+emulated("limits that no memory reaches", test_limits);
+emulated("divisors", test_divisors);
+both("vocabulary shard, padding alone", in_memory<uses>);
+only_sampled("tails, parts, sizes of rows", in_memory<kinds_of_rows>);
+both("bad descriptors and options", in_memory<refusals>);
+#ifndef KVPRIM_DEBUG
+on_gpu("tables that claim more rows than there are", in_memory<claimed_tables>);
+#endif
+sampled("random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
+sampled("random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
+sampled("transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
+sampled("transfer, layers", in_memory<layer_matrix>);
+emulated("transfer, launches of layers", test_launches_of_layers);
+sampled("transfer inside one cache", in_memory<copies_on_write>);
+sampled("several moves at once", test_moves);
+emulated("moves, number of launches", test_launches_of_moves);
+emulated("two moves that differ in one thing", test_unlike_moves);
+sampled("random transfers", in_memory<fuzz<random_move<kvprim_transfer_desc>>>);
+on_gpu("transfers between device, pinned and managed memory", test_transfer_memory);
+on_gpu("transfers to and from another GPU's memory", test_peer_memory);
+on_gpu("transfers in graphs", test_transfer_graphs);
+sampled("transfers, layers of the GPU, lists of the host", test_listed);
+emulated("launches of listed transfers", test_listed_launches);
+emulated("listed transfers out of reach", in_memory<unreachable_listed>);
+on_gpu("transfers, layers of the GPU and lists of the host in graphs", test_listed_graphs);
+on_gpu("transfers from and to ordinary host memory", test_pageable);
+on_gpu("max_sms, blocks", test_blocks);
+both("transfers over the link to the host", test_link);
+on_gpu_sampled("duplicate slots", test_duplicates);
+on_gpu("pinned and managed memory", test_other_memory);
+on_gpu_sampled("allocations that end with the table", test_exact_memory);
+sampled("warp copy and zero, lengths x alignments", test_warps);
+sampled("layouts of engines", test_layouts);
+sampled("device functions: rows", test_device_rows);
+sampled("device functions: addresses", test_device_bytes);
+on_gpu("graphs replayed with other indices", test_graphs);
+on_gpu("chains of stores and gathers", test_chains);
+sampled("slots, forms x types x sizes, limits", test_slots);
+sampled("slots, max_sms, pdl", test_slots_options);
+emulated("slots, each kernel", test_slots_kernels);
+sampled("random slots", in_memory<fuzz<random_slots>>);
+emulated("slots, then stores, then gathers", test_slots_round_trips);
+on_gpu("slots, then stores, then gathers, in graphs", test_slots_graphs);
+sampled("unpack, sizes x kinds x orders", test_unpack);
+sampled("unpack, lengths x alignments", test_unpack_lengths);
+sampled("unpack, counts", test_unpack_counts);
+emulated("unpack, what the survey finds", test_surveys);
+emulated("unpack, numbers of launches", test_unpack_launches);
+sampled("unpack, max_sms, pdl", test_unpack_options);
+sampled("random unpacks", in_memory<fuzz<random_unpack>>);
+emulated("unpack, tables of uneven batches", test_unpack_tables);
+emulated("unpack, chains of launches", test_chains_of_launches);
+emulated("unpack, full launches", test_full_launches);
+emulated("unpack, long fragments", test_long_fragments);
+emulated("unpack, copies by CUDA", test_copies_by_cuda);
+on_gpu("unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
+sampled("unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
+sampled("unpack_meta, max_sms, pdl", test_meta_options);
+emulated("unpack_meta, descriptors of the host", test_host_metas);
+emulated("unpack_meta, blocks", test_meta_blocks);
+emulated("unpack_meta, memory out of reach", test_meta_reach);
+sampled("random unpack_metas", in_memory<fuzz_metas>);
+on_gpu("unpack_meta, late descriptors, in a stream and in graphs", test_late);
+sampled("copy, sizes x kinds x zeros, scattered", test_copies);
+sampled("copy, lengths x alignments", test_copy_lengths);
+sampled("copy, max_sms, pdl", test_copy_options);
+emulated("copy, numbers of launches", test_copy_launches);
+both("copy, empty items", in_memory<empty_copies>);
+sampled("random copies", in_memory<fuzz<random_copy>>);
+emulated("copy, zeros by CUDA", test_zeros_by_cuda);
+emulated("copy, zeros beside copies", test_zeros_beside_copies);
+on_gpu("copies that follow each other, in a stream and in graphs", test_copy_relays);
+on_gpu("copies between device, pinned and managed memory", test_copy_memory);
+sampled("conversions, types x scales x layouts, counts", test_convert);
+emulated("conversions, max_sms, pdl, link", test_convert_options);
+sampled("conversions of every element", in_memory<every_input>);
+on_gpu("conversions in graphs", test_convert_graphs);
+on_gpu_sampled("two threads, two streams", test_threads);
+#ifdef KVPRIM_DEBUG
+on_gpu("memory out of the GPU's reach", test_unreachable);
+#endif
+on_gpu_long("max_sms, what runs beside", test_crowds);
+#if !defined(_WIN32)
+both_long("past 4 GiB and 2^31", test_large_table);
+emulated("conversions past 2^31 rows", test_long_converts);
+emulated("past 2^32 threads", test_long_gathers);
+emulated("2^32 chunks", test_long_moves);
+emulated("slots, past 2^31 tokens", test_many_tokens);
+emulated("past 2^31 rows in pages", test_many_pages);
+emulated("past 2^31 rows in lists, and chunks", test_long_lists);
+emulated("strides past 4 GiB", test_far_tables);
+emulated("indices 2 GiB apart, rows past 2^32", test_far_indices);
+emulated("indices that wrap", test_wraps);
+emulated("ends of rows", test_row_ends);
+emulated("second launches of unpack", test_second_launches);
+#endif
+on_gpu_long("an earlier error of the caller's", test_earlier_error);
+both_long("past 65,535 blocks of rows", test_many_blocks);
+on_gpu_long("more than 2^31 rows", test_many_rows);
+on_gpu_long("more than 2^31 slots", test_many_slots);
+both_long("unpack, offsets past 4 GiB", test_far_fragments);
+on_gpu_long("unpack_meta, offsets past 4 GiB, a fragment of 4 GiB", test_far_metas);
+on_gpu_long("the legacy stream beside a capture", test_legacy_capture);
+on_gpu_long("earlier work that failed", test_earlier_work);
+emulated("all kernels of rows and pieces have run", test_all_kernels);
+emulated("all kernels of conversions have run", test_convert_kernels);
