@@ -110,7 +110,7 @@ help:
 	@echo '               cuda-bench, convert-bench, transfer-bench, nccl-bench: parts of that'
 	@echo 'make nccl-limits   measure each way of the collectives, and suggest limits for kvprim_nccl.h'
 	@echo '               nccl-test, nccl-bench and nccl-limits take WORLDS="3 5 8": only with so many ranks'
-	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output and plot to build/results/'
+	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output to build/results/'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
 	@echo 'make sanitize  run each kernel under compute-sanitizer: synccheck, racecheck, memcheck, initcheck'

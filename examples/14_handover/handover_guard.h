@@ -25,30 +25,20 @@ typedef struct handover_guard {
     int32_t fired; /* atomic */
 } handover_guard;
 
-/* Whether the calls since handover_guard_begin were ended. */
+/* Returns whether the calls since handover_guard_begin were ended. */
 static inline bool handover_guard_fired(handover_guard *g)
 {
     return __atomic_load_n(&g->fired, __ATOMIC_SEQ_CST) != 0;
-}
-
-static inline int handover_guard_fd(handover_guard *g)
-{
-    (void)pthread_mutex_lock(&g->lock);
-    const int fd = g->until_us ? g->watched_fd : -1;
-    (void)pthread_mutex_unlock(&g->lock);
-    return fd;
 }
 
 static inline void *handover_guard_run(void *argument)
 {
     handover_guard *const g = (handover_guard *)argument;
     for (;;) {
-        struct pollfd p = {handover_guard_fd(g), POLLRDHUP, 0};
-        if (poll(&p, 1, handover_guard_ms) > 0)
-            (void)poll(NULL, 0, handover_guard_ms); /* the end of a connection stays */
+        (void)poll(NULL, 0, handover_guard_ms);
         (void)pthread_mutex_lock(&g->lock);
-        const bool gone = p.fd >= 0 && p.fd == g->watched_fd && p.revents;
-        if (g->until_us && (gone || handover_now_us() >= g->until_us)) {
+        struct pollfd p = {g->watched_fd, POLLRDHUP, 0};
+        if (g->until_us && (poll(&p, 1, 0) > 0 || handover_now_us() >= g->until_us)) {
             __atomic_store_n(&g->fired, 1, __ATOMIC_SEQ_CST);
             g->end(g->context);
         }
@@ -61,7 +51,7 @@ static inline bool handover_guard_start(handover_guard *g, void (*end)(void *con
 {
     pthread_t thread;
     memset(g, 0, sizeof *g);
-    g->end = end, g->context = context, g->watched_fd = -1;
+    g->end = end, g->context = context;
     if (pthread_mutex_init(&g->lock, NULL) != 0 || pthread_create(&thread, NULL, handover_guard_run, g) != 0)
         return false;
     return pthread_detach(thread) == 0;
@@ -79,7 +69,7 @@ static inline void handover_guard_begin(handover_guard *g, int fd, int64_t ms)
 static inline bool handover_guard_end(handover_guard *g)
 {
     (void)pthread_mutex_lock(&g->lock);
-    g->until_us = 0, g->watched_fd = -1;
+    g->until_us = 0;
     (void)pthread_mutex_unlock(&g->lock);
     return !handover_guard_fired(g);
 }

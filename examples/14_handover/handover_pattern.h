@@ -4,18 +4,13 @@
    owner[slot] says whose token a slot holds: handover_owner(request, token), or -1 for nobody's. A byte of a token is a
    hash of (request, token, layer, K or V, the model's head, byte of the head), wherever it lies: the pattern does not
    depend on layout, pages or tensor parallelism, so what a receiver must hold follows from its own page table alone. A
-   byte of nobody is a hash of its place and of `background`, and must never change. */
+   byte of nobody is a hash of its place and of `background`, and must never change. Caches are looked at in words of 8
+   bytes, so head_bytes is a multiple of 8. */
 #ifndef HANDOVER_PATTERN_H
 #define HANDOVER_PATTERN_H
 
 #include "handover_plan.h"
 #include <stdio.h>
-
-#ifdef __CUDACC__
-#define HANDOVER_ANYWHERE static __host__ __device__ inline
-#else
-#define HANDOVER_ANYWHERE static inline
-#endif
 
 /* What a byte of a cache belongs to. */
 typedef struct handover_place {
@@ -40,43 +35,33 @@ HANDOVER_ANYWHERE uint64_t handover_mix(uint64_t x)
 /* Byte `at` of a cache; 0 <= at < handover_cache_bytes(c). */
 HANDOVER_ANYWHERE handover_place handover_place_of(const handover_cache *c, uint64_t at)
 {
-    const uint64_t head_bytes = (uint64_t)c->head_bytes, page_rows = (uint64_t)c->page_rows;
-    const uint64_t heads = (uint64_t)c->heads, pages = (uint64_t)c->pages;
-    const uint64_t piece = at / head_bytes, inner = c->head_major ? page_rows : heads;
-    const uint64_t outer = piece / inner, low = piece % inner; /* outer: all steps above the two inside a page */
-    const uint64_t high = outer % (c->head_major ? heads : page_rows);
-    const uint64_t page = outer / (c->head_major ? heads : page_rows), part = page / pages;
-    const uint64_t row = c->head_major ? low : high, head = c->head_major ? high : low;
+    const uint64_t head_bytes = (uint64_t)c->head_bytes, rows = (uint64_t)c->page_rows, heads = (uint64_t)c->heads;
+    const uint64_t piece = at / head_bytes, page = piece / (rows * heads), in_page = piece % (rows * heads);
+    const uint64_t row = c->head_major ? in_page % rows : in_page / heads;
+    const uint64_t head = c->head_major ? in_page / rows : in_page % heads, part = page / (uint64_t)c->pages;
     handover_place p;
     p.layer = (int32_t)(part / 2), p.part = (int32_t)(part % 2);
     p.head = c->first_head + (int32_t)head;
     p.byte = (int32_t)(at % head_bytes);
-    p.slot = (int64_t)(page % pages * page_rows + row);
+    p.slot = (int64_t)(page % (uint64_t)c->pages * rows + row);
     return p;
 }
 
-/* What byte `at` of a cache must be, which lies at p in a slot of owner `whose`. The other 7 bytes are those after it,
-   as far as they lie in the same 8 bytes of the head, or of the cache if it is nobody's. */
+/* What the 8 bytes from `at` on must be, which lie at p in a slot of owner `whose`. `at` is a multiple of 8. */
 HANDOVER_ANYWHERE uint64_t handover_expected(const handover_place *p, int64_t whose, uint64_t background, uint64_t at)
 {
-    /* Up to 65,536 heads of 128 MB each, and 2^23 layers. */
+    /* up to 65,536 heads of 128 MB each, and 2^23 layers */
     const uint64_t where =
         ((uint64_t)p->layer * 2 + (uint64_t)p->part) << 40 | (uint64_t)p->head << 24 | (uint64_t)(p->byte / 8);
-    return whose < 0 ? handover_mix(handover_mix(~background) ^ at / 8) >> at % 8 * 8
-                     : handover_mix(handover_mix((uint64_t)whose + 1) ^ where) >> p->byte % 8 * 8;
+    return whose < 0 ? handover_mix(handover_mix(~background) ^ at / 8)
+                     : handover_mix(handover_mix((uint64_t)whose + 1) ^ where);
 }
 
-/* Bytes of a cache that can be looked at together: 8 where words never reach over the end of a head. */
-HANDOVER_ANYWHERE uint32_t handover_unit(const handover_cache *c)
-{
-    return ((uintptr_t)c->data | (uintptr_t)c->head_bytes) % 8 == 0 ? 8 : 1;
-}
-
-/* How many of the first `unit` bytes differ; *first is the first of them. */
-HANDOVER_ANYWHERE uint32_t handover_differing(uint64_t got, uint64_t want, uint32_t unit, uint32_t *first)
+/* Returns how many of 8 bytes differ; *first is the first of them. */
+HANDOVER_ANYWHERE uint32_t handover_differing(uint64_t got, uint64_t want, uint32_t *first)
 {
     uint32_t differing = 0;
-    for (uint32_t b = unit; b-- > 0;)
+    for (uint32_t b = 8; b-- > 0;)
         if (((got ^ want) >> 8 * b & 255) != 0)
             differing++, *first = b;
     return differing;
@@ -87,7 +72,7 @@ static inline void handover_describe_byte(const handover_cache *c, int64_t whose
                                           unsigned got, char *text, size_t size)
 {
     const handover_place p = handover_place_of(c, at);
-    const uint64_t want = handover_expected(&p, whose, background, at);
+    const uint64_t want = handover_expected(&p, whose, background, at / 8 * 8) >> at % 8 * 8;
     char of[80] = "nobody";
     if (whose >= 0)
         (void)snprintf(of, sizeof of, "request %lld, token %lld", (long long)(whose >> 32),

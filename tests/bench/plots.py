@@ -437,9 +437,36 @@ def prefix():
                    'better', 'tokens', COUNTS, panels, f'One core of an {XEON}; tests/results/bench.txt')
 
 
-# Of example 14: with two communicators, with one, and over sockets.
-TWO_LANES, ONE_LANE, SOCKETS = (handover.parts(rf'== build/14_handover {options}, GPUs 0,1')[0][1] for options in (
-    '--mode all .*(--svg).*', '--mode all .*(--lanes 1).*', '--sockets .*(--lanes 1)'))
+def handed_over(options, lanes):
+    """Returns what tests/bench/bench_handover.cu measured on so many communicators."""
+    commands = handover.parts(rf'== build/(?:14|bench)_handover (.*{options} --requests 2\b.*), GPUs 0,1')
+    return [part for command, part in commands if ('--lanes 1' in command) == (lanes == 1)][0]
+
+
+TWO_LANES, ONE_LANE, SOCKETS = (handed_over(*way) for way in (('--mode all', 2), ('--mode all', 1), ('--sockets', 1)))
+
+
+def over_chunks(title, part):
+    rows = [re.match(r'(ring|one|pack|straight|copy)\b(.*?)  +([\d.]+) ', row) for row in part.lines]
+    rates = {row.group(1) + row.group(2): float(row.group(3)) for row in rows if row}
+    ring = sorted((size(re.search(r'x ([\d.]+ MB)', name).group(1)), rate) for name, rate in rates.items()
+                  if name.startswith('ring'))
+    others = (('copy engine, contiguous bytes', 'limit'), ('one ncclSend of contiguous bytes', 'first'),
+              ("straight into the peer's pages", 'ours too'), ('pack, one ncclSend, unpack, no overlap', 'second'))
+    series = [(name, style, [(chunk, rates[name]) for chunk, _ in ring]) for name, style in others if name in rates]
+    labels = {chunk: f'{chunk >> 20} MB' for chunk, _ in ring}
+    return picture(title, 'GB/s; higher is better', 'bytes of a chunk', labels,
+                   [(part.find(r'^([\d,]+ tokens, [\d.]+ MB)'), series + [('ring', 'ours', ring)])],
+                   part.find('on device 0, ([^;]*; NCCL [^,]*)') + '; tests/results/handover.txt', linear=True)
+
+
+def handover_nvlink():
+    return over_chunks('Hand-over of KV pages to another GPU, two communicators', TWO_LANES)
+
+
+def handover_sockets():
+    return over_chunks('Hand-over of KV pages over sockets, two communicators', handed_over('--sockets', 2))
+
 
 # ---- the figures -----------------------------------------------------------------------------------------------------
 
@@ -696,7 +723,7 @@ def read(path):
 def main():
     if sys.argv[1:] not in ([], ['--check']):
         sys.exit(__doc__)
-    pictures = (overview, gather, store, unpack, offload, all_reduce, prefix)
+    pictures = (overview, gather, store, unpack, offload, all_reduce, prefix, handover_nvlink, handover_sockets)
     files = {RESULTS + draw.__name__ + '.svg': draw() for draw in pictures}
     files[RESULTS + 'FIGURES.md'], files[README] = page(), read(README)
     for name, block in ('first figures', first()), ('figures', figures()):

@@ -239,6 +239,8 @@ nccl_cuda()
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_NCCL_IMPLEMENTED -DKVPRIM_NCCL_LAYOUT -DKVPRIM_NCCL_KERNELS'
     cell '14_handover, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
         -c examples/14_handover/handover.cu -o "$build/unit.o"
+    cell 'bench_handover, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
+        -c tests/bench/bench_handover.cu -o "$build/unit.o"
     cell '06_allreduce, nvcc' $cu $implemented examples/06_allreduce.c -Xlinker "$build/test_nccl.o" $nccl_link \
         -o "$build/program"
     cell '17_all_reduce_norm, nvcc' $cu $implemented examples/17_all_reduce_norm.cu -Xlinker "$build/test_nccl.o" \

@@ -136,7 +136,7 @@ build_handover()
 # dies.
 handover_tests()
 {
-    differing='--layers 64 --heads 8 --to-layout hnd --to-page-rows 32 --rounds 0 --chunk-bytes 1M'
+    differing='--layers 64 --heads 8 --to-layout hnd --to-page-rows 32 --chunk-bytes 1M'
     run 2 build/14_handover $differing --from-tp 4 --to-tp 2 --tokens 700 --requests 30 --cancel-every 5 --mode all
     run 2 build/14_handover $differing --from-tp 2 --to-tp 4 --tokens 300 --requests 10 --cancel-every 3 --sockets
     run 2 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30
@@ -147,19 +147,17 @@ handover_tests()
 # Verifies many requests, and measures the ways by chunk size, between two GPUs and as between two machines.
 run_handover()
 {
-    build_handover || return 1
-    several='--requests 1000 --rounds 0 --tokens 1024 --chunk-bytes 4M'
+    build_handover && build tests/bench/bench_handover.cu || return 1
+    several='--requests 1000 --tokens 1024 --chunk-bytes 4M'
     run 2 build/14_handover $several --from-tp 4 --to-tp 2 --to-layout hnd --to-page-rows 64
     run 2 build/14_handover $several --from-tp 2 --to-tp 4 --from-layout hnd --cancel-every 4
     run 2 build/14_handover $several --head-bytes 2048 --heads 2 --mode straight
     handover_tests
     chunks=64M,4M,8M,16M,32M,128M
-    run 2 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks \
-        --svg build/results/handover_nvlink.svg
-    run 2 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks --lanes 1 --to-layout hnd
-    run 2 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M --lanes 1
-    run 2 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M,16M,32M \
-        --svg build/results/handover_sockets.svg
+    run 2 build/bench_handover 9 $chunks --mode all --requests 2
+    run 2 build/bench_handover 9 $chunks --mode all --requests 2 --lanes 1 --to-layout hnd
+    run 2 build/bench_handover 5 8M,1M,2M,4M --sockets --requests 2 --tokens 1024 --lanes 1
+    run 2 build/bench_handover 5 8M,1M,2M,4M,16M,32M --sockets --requests 2 --tokens 1024
     return $code
 }
 
