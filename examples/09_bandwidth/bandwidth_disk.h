@@ -83,7 +83,7 @@ static inline bool bandwidth_disk__pass(bandwidth_disk *m, bool write, double *s
         else
             memset(m->block, 0xee, m->block_bytes);
         const double start = bandwidth_disk__seconds();
-        if (!(write ? kv_disk_write : kv_disk_read)(&m->file, &piece, 1, offset))
+        if (!kv_disk_move(&m->file, write, &piece, 1, offset))
             return false;
         *seconds += bandwidth_disk__seconds() - start;
         if (!write && !bandwidth_disk__compare(m, offset))
