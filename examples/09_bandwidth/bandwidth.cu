@@ -15,9 +15,6 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#if !defined(_WIN32)
-#include <unistd.h>
-#endif
 
 /* The sweep has blocks of 64 to 1024 threads, 1 to 16 blocks per SM, and 16 to 256 bytes in flight per thread. The
    product of the three is the number of bytes in flight per SM. */
@@ -455,9 +452,6 @@ static int open_disk(const char *folder, uint64_t mib)
 {
     disk.block_bytes = (size_t)disk_block_mib << 20;
     disk.bytes = mib << 20;
-#if !defined(_WIN32)
-    disk.progress = isatty(fileno(stderr)) != 0;
-#endif
     if (mib == 0 || kv_disk_open(&disk.file, NULL, folder, disk.bytes))
         return 0;
     if (folder)
