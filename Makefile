@@ -89,7 +89,7 @@ $(if $(and $(NCCL_INCLUDE),$(NCCL_LIBRARY)),,$(error NCCL_HOME=$(NCCL_HOME): no 
 endif
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
-EXAMPLES = build/01_rows build/02_kv_replay build/10_trace_read
+EXAMPLES = build/01_rows build/02_kv_replay build/10_trace_read build/18_step
 
 help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
@@ -200,7 +200,7 @@ plots:
 # Checksums say which headers a result was measured with.
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
 GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload build/11_compact build/15_rope_store \
-    build/16_fp8
+    build/16_fp8 build/19_warp_copy
 GPU_TESTS = build/test_cuda build/test_cuda_debug build/02_kv_replay_cuda
 GPU_BENCHES = build/bench_cuda build/bench_paged build/bench_slots build/bench_unpack build/bench_layouts
 
@@ -255,7 +255,9 @@ nccl-test nccl-bench nccl-limits nccl-sanitize handover:
 
 # Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
 bandwidth: build/09_bandwidth
-	$(call keep,gpu_bandwidth,build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg || failed=1)
+	$(call keep,gpu_bandwidth,build/09_bandwidth || failed=1)
+	@command -v python3 >/dev/null || { echo 'make bandwidth: no python3 to draw the plot'; exit 1; }
+	python3 examples/09_bandwidth/plot.py $(RESULTS)/gpu_bandwidth.txt >$(RESULTS)/gpu_bandwidth.svg
 
 # Both need a python3 that has torch. Without a GPU they run on the CPU.
 torch: lib
@@ -371,7 +373,7 @@ build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
 
-build/01_rows: build/%: examples/%.c $(HEADERS) build/flags
+build/01_rows build/18_step: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags

@@ -39,28 +39,11 @@ static void *on_device(const void *from, size_t bytes)
     return p;
 }
 
-/* Returns the exit code if there are arguments, else -1. */
-static int refuse_arguments(int argc, char **argv)
-{
-    if (argc < 2)
-        return -1;
-    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
-        printf("usage: 03_kv_store\n\nStores keys and values of four tokens into a paged KV cache on the GPU, gathers "
-               "them back,\nand checks them.\n");
-        return 0;
-    }
-    fprintf(stderr, "03_kv_store: unknown argument %s: it takes none (-h: what it does)\n", argv[1]);
-    return 2;
-}
-
-int main(int argc, char **argv)
+int main(void)
 {
     static unsigned char kv[2][tokens][row_bytes], back[2][tokens][row_bytes], zeros[row_bytes];
     const int32_t slots[tokens] = {37, 5, -1, 100}; /* -1: the third token is padding */
     int devices = 0;
-    const int code = refuse_arguments(argc, argv);
-    if (code >= 0)
-        return code;
     const cudaError_t found = cudaGetDeviceCount(&devices);
     if (found != cudaSuccess) {
         printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));

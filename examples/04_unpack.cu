@@ -277,20 +277,6 @@ static int run(const char *stage, const char *change, double reported_ms, void (
     return wrong;
 }
 
-/* Returns the exit code if there are arguments, else -1. */
-static int refuse_arguments(int argc, char **argv)
-{
-    if (argc < 2)
-        return -1;
-    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
-        printf("usage: 04_unpack\n\nUnpacks a receive buffer on the GPU in nine ways, prints how long each takes, and "
-               "checks every byte.\n");
-        return 0;
-    }
-    fprintf(stderr, "04_unpack: unknown argument %s: it takes none (-h: what it does)\n", argv[1]);
-    return 2;
-}
-
 /* By default a pool gives its memory back to the system whenever a stream is synchronised; the next allocation then
    takes as long as cudaMalloc. A threshold above what is used keeps it. Those who use the device's default pool set it
    there. */
@@ -312,12 +298,9 @@ static void open_gpu(void)
     cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
 }
 
-int main(int argc, char **argv)
+int main(void)
 {
     int devices = 0;
-    const int code = refuse_arguments(argc, argv);
-    if (code >= 0)
-        return code;
     const cudaError_t found = cudaGetDeviceCount(&devices);
     if (found != cudaSuccess) {
         printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));

@@ -136,31 +136,13 @@ static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
     return wrong;
 }
 
-/* Returns the exit code if there are arguments, else -1. */
-static int refuse_arguments(int argc, char **argv)
-{
-    if (argc < 2)
-        return -1;
-    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
-        printf("usage: 05_offload\n\nMoves KV pages to pinned host memory and back while a compute kernel runs, prints "
-               "how much each slows\n"
-               "the other down, and checks every byte.\n");
-        return 0;
-    }
-    fprintf(stderr, "05_offload: unknown argument %s: it takes none (-h: what it does)\n", argv[1]);
-    return 2;
-}
-
-int main(int argc, char **argv)
+int main(void)
 {
     int32_t from[moved], to[moved];
     int devices = 0;
     cudaDeviceProp gpu;
     char *cache, *host;
     float alone_ms, copied_ms, beside_ms, computed_ms, unused;
-    const int code = refuse_arguments(argc, argv);
-    if (code >= 0)
-        return code;
     const cudaError_t found = cudaGetDeviceCount(&devices);
     if (found != cudaSuccess) {
         printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));

@@ -291,28 +291,11 @@ static void make_sequences(int32_t *slot, int32_t *keep)
         }
 }
 
-/* Returns the exit code if there are arguments, else -1. */
-static int refuse_arguments(int argc, char **argv)
-{
-    if (argc < 2)
-        return -1;
-    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
-        printf("usage: 11_compact\n\nMoves the rows of the sequences that remain to the front of a KV cache on the "
-               "GPU, prints how\nlong that takes, and checks every byte. Needs 1.5 GiB of GPU memory.\n");
-        return 0;
-    }
-    fprintf(stderr, "11_compact: unknown argument %s: it takes none (-h: what it does)\n", argv[1]);
-    return 2;
-}
-
-int main(int argc, char **argv)
+int main(void)
 {
     static int32_t slot[tokens], keep[tokens], list[tokens], got[tokens], origin[slots];
     int devices = 0, kept = 0, wrong_entries = 0;
     uint32_t rejected;
-    const int code = refuse_arguments(argc, argv);
-    if (code >= 0)
-        return code;
     const cudaError_t found = cudaGetDeviceCount(&devices);
     if (found != cudaSuccess) {
         printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));

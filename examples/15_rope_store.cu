@@ -188,28 +188,11 @@ static double time_us(const std::function<void()> &enqueue)
     return 1000.0 * ms / times;
 }
 
-/* Returns the exit code if there are arguments, else -1. */
-static int refuse_arguments(int argc, char **argv)
-{
-    if (argc < 2)
-        return -1;
-    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
-        printf("usage: 15_rope_store\n\nRotates keys by their positions and stores keys and values into a paged KV "
-               "cache, in one kernel,\nchecks the caches, and compares the time with that of two launches.\n");
-        return 0;
-    }
-    fprintf(stderr, "15_rope_store: unknown argument %s: it takes none (-h: what it does)\n", argv[1]);
-    return 2;
-}
-
 /* ---- the program ---- */
 
-int main(int argc, char **argv)
+int main(void)
 {
     int devices = 0;
-    const int code = refuse_arguments(argc, argv);
-    if (code >= 0)
-        return code;
     const cudaError_t found = cudaGetDeviceCount(&devices);
     if (found != cudaSuccess) {
         printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));

@@ -177,26 +177,9 @@ static int latent_rows(const int32_t *slot_on_device)
     return wrong + wrong_pe;
 }
 
-/* Returns the exit code if there are arguments, else -1. */
-static int refuse_arguments(int argc, char **argv)
-{
-    if (argc < 2)
-        return -1;
-    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
-        printf("usage: 16_fp8\n\nStores bf16 rows of four tokens into FP8 caches on the GPU, with one scale and in "
-               "DeepSeek's\nfp8_ds_mla, gathers them back as bf16, and checks them.\n");
-        return 0;
-    }
-    fprintf(stderr, "16_fp8: unknown argument %s: it takes none (-h: what it does)\n", argv[1]);
-    return 2;
-}
-
-int main(int argc, char **argv)
+int main(void)
 {
     int devices = 0;
-    const int code = refuse_arguments(argc, argv);
-    if (code >= 0)
-        return code;
     const cudaError_t found = cudaGetDeviceCount(&devices);
     if (found != cudaSuccess) {
         printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));

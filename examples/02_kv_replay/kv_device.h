@@ -11,20 +11,22 @@
        kv_device_wait     waits for the end of its last use, after which its host memory may be written
        kv_device_layout   makes room for a number of slots, K rows and V rows; then the caller writes the slots, and the
                           rows if they are to be stored
-       kv_device_store    or kv_device_gather, with a descriptor whose slots and rows are those in device memory
+       kv_device_move     stores or gathers, with descriptors whose slots and rows are those in device memory
 
-   On a GPU the last two only enqueue: copies between pinned memory and the GPU before and after the library's call, all
-   on one stream, so that stores and gathers take effect in the order of the calls. The host goes on meanwhile, and
+   On a GPU the last one only enqueues: copies between pinned memory and the GPU before and after the library's calls,
+   all on one stream, so that stores and gathers take effect in the order of the calls. The host goes on meanwhile, and
    waits only for a batch that it needs again.
 
-   Whole pages travel between the cache and host memory from kv_device_allocate_host, which the device reads and writes
-   itself (pinned). kv_device_transfer takes effect in the same order, and waits for its end.
+   Whole pages travel between the cache and pinned host memory, which the device reads and writes itself.
+   kv_device_transfer takes effect in the same order, and waits for its end.
 
-   Functions that can fail return false and set `error`. */
+   A call that fails ends the program: kv_die says why. Nothing is freed: what the program allocates, it needs to its
+   end. */
 #ifndef KV_DEVICE_H
 #define KV_DEVICE_H
 
 #include "kvprim.h"
+#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -43,7 +45,11 @@
 #include <unistd.h>
 #endif
 
-enum { KV_BATCHES_MAX = 4, KV_HOST_ALIGN = 4096 };
+enum { KV_EXIT_REFUSED = 2, KV_BATCHES_MAX = 4, KV_HOST_ALIGN = 4096 };
+
+#if defined(KV_REPLAY_CUDA)
+enum { KV_BEGUN, KV_ARRIVED, KV_MOVED, KV_DONE, KV_EVENTS }; /* before the copy in; after it, the call, the copy out */
+#endif
 
 typedef struct kv_place { /* a batch's part of one memory */
     unsigned char *memory;
@@ -59,67 +65,63 @@ typedef struct kv_batch {
     size_t first, layer;            /* for the caller: the first token of the batch, and its layer */
 #if defined(KV_REPLAY_CUDA)
     bool in_flight;
-    cudaEvent_t begun, arrived, moved, done; /* before the copy in; after it; after the call; after the copy out */
+    cudaEvent_t events[KV_EVENTS];
 #endif
 } kv_batch;
 
+/* How much travels at once. */
+typedef struct kv_device_kind {
+    const char *name;
+    size_t batches;
+    size_t batch_bytes, batch_rows; /* the most of K rows, and of V rows, in a batch */
+} kv_device_kind;
+
+/* Two batches, which stay in a core's cache. With one, a gather could write where the same rows were stored from, and a
+   gather that does nothing would pass. */
+static const kv_device_kind kv_cpu_kind = {"cpu", 2, (size_t)128 << 10, 4096};
+
 typedef struct kv_device {
-    const struct kv_device_kind *kind;
-    char name[256]; /* of the GPU, or why there is none */
-    char error[512];
+    const kv_device_kind *kind;
+    bool gpu;        /* has its own memory, and works while the host goes on */
+    char name[256];  /* of the GPU, or why there is none */
     uint64_t memory; /* bytes, all in all, of the memory for the cache; 0: unknown */
     unsigned char *cache;
     unsigned char *host; /* for pages that are not in the cache; NULL if there are none */
     double touch_seconds;
-    kv_batch batches[KV_BATCHES_MAX]; /* a ring */
+    kv_batch batches[KV_BATCHES_MAX + 1]; /* a ring, and one whose events time transfers */
     size_t next, batch_rows, row_bytes;
-    uint32_t *rejected;                    /* in device memory */
+    uint32_t *rejected;                    /* in device memory: how many slots were outside the cache */
     double store, gather, copies, waiting; /* seconds; on a GPU the first three pass on the GPU, not on the host */
 #if defined(KV_REPLAY_CUDA)
     cudaStream_t stream;
-    cudaEvent_t transfer_begun, transfer_done;
 #endif
 } kv_device;
 
-typedef struct kv_device_kind {
-    const char *name;
-    bool gpu; /* has its own memory, and works while the host goes on */
-    size_t batches;
-    size_t batch_bytes, batch_rows; /* the most of K rows, and of V rows, in a batch */
-    bool (*allocate)(kv_device *d, size_t cache_bytes);
-    bool (*allocate_batch)(kv_device *d, kv_batch *b, size_t bytes);
-    bool (*allocate_host)(kv_device *d, size_t bytes);
-    bool (*store)(kv_device *d, kv_batch *b, const kvprim_store_desc *desc);
-    bool (*gather)(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v);
-    bool (*transfer)(kv_device *d, const kvprim_transfer_desc *desc, double *seconds);
-    bool (*wait)(kv_device *d, kv_batch *b);
-    bool (*rejected)(kv_device *d, uint32_t *rejected);
-    void (*close)(kv_device *d);
-} kv_device_kind;
+static inline _Noreturn void kv_die(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("02_kv_replay: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    exit(KV_EXIT_REFUSED);
+}
 
-/* `wanted` is "cpu", "cuda", or NULL: a GPU if there is one, else the CPU. Call kv_device_close even if this fails. */
-static inline bool kv_device_open(kv_device *d, const char *wanted);
-static inline void kv_device_close(kv_device *d);
+/* malloc that does not fail. */
+static inline void *kv_allocate(size_t count, size_t element)
+{
+    void *const memory = count <= SIZE_MAX / element ? malloc(count ? count * element : 1) : NULL;
+    if (!memory)
+        kv_die("out of memory");
+    return memory;
+}
 
-/* Allocates the cache, touches all its pages, and allocates the batches for rows of row_bytes. */
-static inline bool kv_device_allocate(kv_device *d, size_t cache_bytes, size_t row_bytes);
-
-/* Allocates d->host, which begins at a multiple of KV_HOST_ALIGN. */
-static inline bool kv_device_allocate_host(kv_device *d, size_t bytes);
-
-/* Moves pages between the cache and d->host. The indices are host memory. Adds to *seconds what that took: on a GPU, by
-   its own clock. */
-static inline bool kv_device_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds);
-
-static inline kv_batch *kv_device_next(kv_device *d);
-static inline bool kv_device_wait(kv_device *d, kv_batch *b);
-static inline void kv_device_layout(const kv_device *d, kv_batch *b, size_t count); /* count <= batch_rows */
-static inline bool kv_device_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc);
-static inline bool kv_device_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k,
-                                    const kvprim_gather_desc *v);
-
-/* Returns the number of slots outside the cache so far, after waiting for all work in flight. */
-static inline bool kv_device_rejected(kv_device *d, uint32_t *rejected);
+static inline void kv_check(kvprim_status status)
+{
+    if (status != KVPRIM_OK)
+        kv_die("%s: %s", kvprim_status_name(status), kvprim_last_error());
+}
 
 static inline double kv_seconds(void)
 {
@@ -135,20 +137,120 @@ static inline double kv_seconds(void)
 #endif
 }
 
-static inline bool kv_device_kvprim(kv_device *d, kvprim_status status)
+/* ---- a GPU ------------------------------------------------------------------------------------------------------- */
+
+#if defined(KV_REPLAY_CUDA)
+
+/* 1 MiB took the least total time of 512 KiB, 1 MiB and 4 MiB on an H200. Smaller batches need more launches; the host
+   takes longer to make and compare batches that do not fit in the core's cache. */
+static const kv_device_kind kv_cuda_kind = {"cuda", KV_BATCHES_MAX, (size_t)1 << 20, 1 << 16};
+
+static inline void kv_cuda(cudaError_t error, const char *what)
 {
-    if (status != KVPRIM_OK)
-        snprintf(d->error, sizeof d->error, "%s: %s", kvprim_status_name(status), kvprim_last_error());
-    return status == KVPRIM_OK;
+    if (error != cudaSuccess)
+        kv_die("%s: %s", what, cudaGetErrorString(error));
 }
 
-static inline bool kv_device_out_of_memory(kv_device *d)
+static inline bool kv_cuda_open(kv_device *d)
 {
-    snprintf(d->error, sizeof d->error, "out of memory");
-    return false;
+    struct cudaDeviceProp properties;
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count); /* no device is an error */
+    if (error == cudaSuccess)
+        error = cudaGetDeviceProperties(&properties, 0);
+    if (error == cudaSuccess) /* does not wait for the legacy stream, which is unused */
+        error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking);
+    snprintf(d->name, sizeof d->name, "%s", error == cudaSuccess ? properties.name : cudaGetErrorString(error));
+    d->memory = error == cudaSuccess ? properties.totalGlobalMem : d->memory;
+    return error == cudaSuccess;
 }
 
-/* ---- the CPU ----------------------------------------------------------------------------------------------------- */
+static inline void *kv_cuda_allocate(kv_device *d, size_t bytes, bool on_host)
+{
+    void *memory;
+    const cudaError_t error = on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes);
+    if (error != cudaSuccess)
+        kv_die("no %s memory for %zu bytes (%s): set --slots or a smaller --kv-bytes", on_host ? "pinned" : "GPU",
+               bytes, cudaGetErrorString(error));
+    if (!on_host)
+        kv_cuda(cudaMemsetAsync(memory, 0, bytes, d->stream), "cudaMemsetAsync");
+    kv_cuda(cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
+    return memory;
+}
+
+static inline void kv_cuda_record(kv_device *d, kv_batch *b, int event)
+{
+    kv_cuda(cudaEventRecord(b->events[event], d->stream), "cudaEventRecord");
+}
+
+static inline void kv_cuda_wait(kv_device *d, kv_batch *b)
+{
+    const double start = kv_seconds();
+    kv_cuda(cudaEventSynchronize(b->events[KV_DONE]), "cudaEventSynchronize");
+    d->waiting += kv_seconds() - start;
+}
+
+static inline double kv_cuda_seconds(const kv_batch *b, int from, int to)
+{
+    float ms;
+    kv_cuda(cudaEventElapsedTime(&ms, b->events[from], b->events[to]), "cudaEventElapsedTime");
+    return 1e-3 * (double)ms;
+}
+
+static inline void kv_cuda_copy(kv_device *d, void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind)
+{
+    kv_cuda(cudaMemcpyAsync(dst, src, bytes, kind, d->stream), "cudaMemcpyAsync");
+}
+
+static inline void kv_cuda_move(kv_device *d, kv_batch *b, const kvprim_store_desc *store,
+                                const kvprim_gather_desc *gather)
+{
+    const kvprim_cuda_launch launch = {.stream = d->stream};
+    kv_cuda_record(d, b, KV_BEGUN);
+    kv_cuda_copy(d, b->device.memory, b->host.memory, b->slots_bytes + (store ? b->rows_bytes : 0),
+                 cudaMemcpyHostToDevice);
+    kv_cuda_record(d, b, KV_ARRIVED);
+    if (store)
+        kv_check(kvprim_cuda_store(store, &launch));
+    for (int v = 0; v < 2 && !store; v++)
+        kv_check(kvprim_cuda_gather(&gather[v], &launch));
+    kv_cuda_record(d, b, KV_MOVED);
+    if (!store)
+        kv_cuda_copy(d, b->host.memory + b->slots_bytes, b->device.memory + b->slots_bytes, b->rows_bytes,
+                     cudaMemcpyDeviceToHost);
+    kv_cuda_record(d, b, KV_DONE);
+    b->in_flight = true;
+}
+
+static inline void kv_cuda_finish(kv_device *d, kv_batch *b)
+{
+    kv_cuda_wait(d, b);
+    b->in_flight = false;
+    *(b->gathered ? &d->gather : &d->store) += kv_cuda_seconds(b, KV_ARRIVED, KV_MOVED);
+    d->copies += kv_cuda_seconds(b, KV_BEGUN, KV_ARRIVED) + kv_cuda_seconds(b, KV_MOVED, KV_DONE);
+}
+
+static inline void kv_cuda_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
+{
+    const kvprim_cuda_launch launch = {.stream = d->stream};
+    kv_batch *const b = &d->batches[KV_BATCHES_MAX];
+    kv_cuda_record(d, b, KV_BEGUN);
+    kv_check(kvprim_cuda_transfer(desc, &launch));
+    kv_cuda_record(d, b, KV_DONE);
+    kv_cuda_wait(d, b);
+    *seconds += kv_cuda_seconds(b, KV_BEGUN, KV_DONE);
+}
+
+static inline uint32_t kv_cuda_rejected(kv_device *d)
+{
+    uint32_t rejected;
+    kv_cuda(cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
+    kv_cuda(cudaMemcpy(&rejected, d->rejected, sizeof rejected, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return rejected;
+}
+#endif
+
+/* ---- both -------------------------------------------------------------------------------------------------------- */
 
 static inline uint64_t kv_cpu_memory(void)
 {
@@ -161,310 +263,51 @@ static inline uint64_t kv_cpu_memory(void)
 }
 
 /* Page faults come now, not when the memory is used. */
-static inline void kv_cpu_touch(unsigned char *memory, size_t bytes)
+static inline void *kv_cpu_allocate(size_t bytes)
 {
+#if defined(_WIN32) /* has no tier that needs the alignment */
+    void *const memory = malloc(bytes);
+#else
+    void *const memory = aligned_alloc(KV_HOST_ALIGN, (bytes + KV_HOST_ALIGN - 1) / KV_HOST_ALIGN * KV_HOST_ALIGN);
+#endif
+    if (!memory)
+        kv_die("no memory for %zu bytes: set --slots or a smaller --kv-bytes", bytes);
 #if defined(MADV_HUGEPAGE)
     const size_t huge = (size_t)2 << 20, skip = huge - (uintptr_t)memory % huge;
     if (bytes > skip)
-        (void)madvise(memory + skip, bytes - skip, MADV_HUGEPAGE);
+        (void)madvise((char *)memory + skip, bytes - skip, MADV_HUGEPAGE);
 #endif
-    for (size_t i = 0; i < bytes; i += 4096)
-        ((volatile unsigned char *)memory)[i] = 0xEE;
+    return memset(memory, 0, bytes);
 }
 
-static inline bool kv_cpu_allocate(kv_device *d, size_t cache_bytes)
+/* Allocates zeros on the device, or host memory that the device reads and writes itself, which begins at a multiple of
+   KV_HOST_ALIGN. */
+static inline void *kv_device_memory(kv_device *d, size_t bytes, bool on_host)
 {
-    d->cache = (unsigned char *)malloc(cache_bytes);
-    d->rejected = (uint32_t *)calloc(1, sizeof *d->rejected);
-    if (!d->cache || !d->rejected)
-        return kv_device_out_of_memory(d);
-    kv_cpu_touch(d->cache, cache_bytes);
-    return true;
-}
-
-/* Standard C has no aligned memory that Windows has too, so the memory says before it where it begins. */
-static inline bool kv_cpu_allocate_host(kv_device *d, size_t bytes)
-{
-    unsigned char *const memory = (unsigned char *)malloc(bytes + 2 * KV_HOST_ALIGN);
-    if (!memory)
-        return kv_device_out_of_memory(d);
-    d->host = memory + 2 * KV_HOST_ALIGN - (uintptr_t)memory % KV_HOST_ALIGN;
-    memcpy(d->host - sizeof memory, &memory, sizeof memory);
-    kv_cpu_touch(d->host, bytes);
-    return true;
-}
-
-static inline bool kv_cpu_allocate_batch(kv_device *d, kv_batch *b, size_t bytes)
-{
-    b->host.memory = b->device.memory = (unsigned char *)malloc(bytes);
-    return b->host.memory || kv_device_out_of_memory(d);
-}
-
-static inline bool kv_cpu_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)
-{
-    const double start = kv_seconds();
-    const kvprim_status status = kvprim_store(desc);
-    d->store += kv_seconds() - start;
-    (void)b;
-    return kv_device_kvprim(d, status);
-}
-
-static inline bool kv_cpu_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v)
-{
-    const double start = kv_seconds();
-    kvprim_status status = kvprim_gather(k);
-    if (status == KVPRIM_OK)
-        status = kvprim_gather(v);
-    d->gather += kv_seconds() - start;
-    (void)b;
-    return kv_device_kvprim(d, status);
-}
-
-static inline bool kv_cpu_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
-{
-    const double start = kv_seconds();
-    const kvprim_status status = kvprim_transfer(desc);
-    *seconds += kv_seconds() - start;
-    return kv_device_kvprim(d, status);
-}
-
-static inline bool kv_cpu_wait(kv_device *d, kv_batch *b)
-{
-    (void)d, (void)b;
-    return true;
-}
-
-static inline bool kv_cpu_rejected(kv_device *d, uint32_t *rejected)
-{
-    *rejected = *d->rejected;
-    return true;
-}
-
-static inline void kv_cpu_close(kv_device *d)
-{
-    for (size_t i = 0; i < d->kind->batches; i++)
-        free(d->batches[i].host.memory);
-    if (d->host) {
-        unsigned char *memory;
-        memcpy(&memory, d->host - sizeof memory, sizeof memory);
-        free(memory);
-    }
-    free(d->rejected);
-    free(d->cache);
-}
-
-/* Two batches, which stay in a core's cache. With one, a gather could write where the same rows were stored from, and a
-   gather that does nothing would pass. */
-static const kv_device_kind kv_cpu_kind = {
-    .name = "cpu",
-    .batches = 2,
-    .batch_bytes = (size_t)128 << 10,
-    .batch_rows = 4096,
-    .allocate = kv_cpu_allocate,
-    .allocate_batch = kv_cpu_allocate_batch,
-    .allocate_host = kv_cpu_allocate_host,
-    .store = kv_cpu_store,
-    .gather = kv_cpu_gather,
-    .transfer = kv_cpu_transfer,
-    .wait = kv_cpu_wait,
-    .rejected = kv_cpu_rejected,
-    .close = kv_cpu_close,
-};
-
-/* ---- a GPU ------------------------------------------------------------------------------------------------------- */
-
 #if defined(KV_REPLAY_CUDA)
-
-static inline bool kv_cuda(kv_device *d, cudaError_t error, const char *what)
-{
-    if (error != cudaSuccess)
-        snprintf(d->error, sizeof d->error, "%s: %s", what, cudaGetErrorString(error));
-    return error == cudaSuccess;
-}
-
-static inline bool kv_cuda_open(kv_device *d)
-{
-    struct cudaDeviceProp properties;
-    int count = 0;
-    cudaError_t error = cudaGetDeviceCount(&count);
-    if (error == cudaSuccess && count == 0)
-        error = cudaErrorNoDevice;
-    if (error == cudaSuccess)
-        error = cudaGetDeviceProperties(&properties, 0);
-    if (error == cudaSuccess) /* does not wait for the legacy stream, which is unused */
-        error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking);
-    snprintf(d->name, sizeof d->name, "%s", error == cudaSuccess ? properties.name : cudaGetErrorString(error));
-    d->memory = error == cudaSuccess ? properties.totalGlobalMem : d->memory;
-    return error == cudaSuccess;
-}
-
-static inline bool kv_cuda_allocate_batch(kv_device *d, kv_batch *b, size_t bytes)
-{
-    return kv_cuda(d, cudaMallocHost((void **)&b->host.memory, bytes), "cudaMallocHost") &&
-           kv_cuda(d, cudaMalloc((void **)&b->device.memory, bytes), "cudaMalloc") &&
-           kv_cuda(d, cudaMemsetAsync(b->device.memory, 0xEE, bytes, d->stream), "cudaMemsetAsync") &&
-           kv_cuda(d, cudaEventCreate(&b->begun), "cudaEventCreate") &&
-           kv_cuda(d, cudaEventCreate(&b->arrived), "cudaEventCreate") &&
-           kv_cuda(d, cudaEventCreate(&b->moved), "cudaEventCreate") &&
-           kv_cuda(d, cudaEventCreate(&b->done), "cudaEventCreate");
-}
-
-static inline bool kv_cuda_allocate(kv_device *d, size_t cache_bytes)
-{
-    return kv_cuda(d, cudaMalloc((void **)&d->cache, cache_bytes), "cudaMalloc") &&
-           kv_cuda(d, cudaMalloc((void **)&d->rejected, sizeof *d->rejected), "cudaMalloc") &&
-           kv_cuda(d, cudaMemsetAsync(d->cache, 0xEE, cache_bytes, d->stream), "cudaMemsetAsync") &&
-           kv_cuda(d, cudaMemsetAsync(d->rejected, 0, sizeof *d->rejected, d->stream), "cudaMemsetAsync") &&
-           kv_cuda(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
-}
-
-static inline bool kv_cuda_allocate_host(kv_device *d, size_t bytes)
-{
-    return kv_cuda(d, cudaMallocHost((void **)&d->host, bytes), "cudaMallocHost") &&
-           kv_cuda(d, cudaEventCreate(&d->transfer_begun), "cudaEventCreate") &&
-           kv_cuda(d, cudaEventCreate(&d->transfer_done), "cudaEventCreate");
-}
-
-static inline void kv_cuda_close(kv_device *d)
-{
-    if (d->stream)
-        (void)cudaStreamSynchronize(d->stream);
-    if (d->transfer_begun)
-        (void)cudaEventDestroy(d->transfer_begun);
-    if (d->transfer_done)
-        (void)cudaEventDestroy(d->transfer_done);
-    (void)cudaFreeHost(d->host);
-    for (size_t i = 0; i < KV_BATCHES_MAX; i++) {
-        kv_batch *const b = &d->batches[i];
-        const cudaEvent_t events[] = {b->begun, b->arrived, b->moved, b->done};
-        for (size_t k = 0; k < sizeof events / sizeof events[0]; k++)
-            if (events[k])
-                (void)cudaEventDestroy(events[k]);
-        (void)cudaFreeHost(b->host.memory);
-        (void)cudaFree(b->device.memory);
-    }
-    (void)cudaFree(d->rejected);
-    (void)cudaFree(d->cache);
-    if (d->stream)
-        (void)cudaStreamDestroy(d->stream);
-}
-
-static inline bool kv_cuda_record(kv_device *d, cudaEvent_t event)
-{
-    return kv_cuda(d, cudaEventRecord(event, d->stream), "cudaEventRecord");
-}
-
-static inline bool kv_cuda_copy(kv_device *d, void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind)
-{
-    return kv_cuda(d, cudaMemcpyAsync(dst, src, bytes, kind, d->stream), "cudaMemcpyAsync");
-}
-
-static inline bool kv_cuda_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)
-{
-    const kvprim_cuda_launch launch = {.stream = d->stream};
-    b->in_flight = true;
-    return kv_cuda_record(d, b->begun) &&
-           kv_cuda_copy(d, b->device.memory, b->host.memory, b->slots_bytes + b->rows_bytes, cudaMemcpyHostToDevice) &&
-           kv_cuda_record(d, b->arrived) && kv_device_kvprim(d, kvprim_cuda_store(desc, &launch)) &&
-           kv_cuda_record(d, b->moved) && kv_cuda_record(d, b->done);
-}
-
-static inline bool kv_cuda_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v)
-{
-    const kvprim_cuda_launch launch = {.stream = d->stream};
-    b->in_flight = true;
-    return kv_cuda_record(d, b->begun) &&
-           kv_cuda_copy(d, b->device.memory, b->host.memory, b->slots_bytes, cudaMemcpyHostToDevice) &&
-           kv_cuda_record(d, b->arrived) && kv_device_kvprim(d, kvprim_cuda_gather(k, &launch)) &&
-           kv_device_kvprim(d, kvprim_cuda_gather(v, &launch)) && kv_cuda_record(d, b->moved) &&
-           kv_cuda_copy(d, b->host.memory + b->slots_bytes, b->device.memory + b->slots_bytes, b->rows_bytes,
-                        cudaMemcpyDeviceToHost) &&
-           kv_cuda_record(d, b->done);
-}
-
-static inline bool kv_cuda_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
-{
-    const kvprim_cuda_launch launch = {.stream = d->stream};
-    const double start = kv_seconds();
-    float ms = 0;
-    if (!kv_cuda_record(d, d->transfer_begun) || !kv_device_kvprim(d, kvprim_cuda_transfer(desc, &launch)) ||
-        !kv_cuda_record(d, d->transfer_done) ||
-        !kv_cuda(d, cudaEventSynchronize(d->transfer_done), "cudaEventSynchronize") ||
-        !kv_cuda(d, cudaEventElapsedTime(&ms, d->transfer_begun, d->transfer_done), "cudaEventElapsedTime"))
-        return false;
-    d->waiting += kv_seconds() - start;
-    *seconds += 1e-3 * (double)ms;
-    return true;
-}
-
-static inline bool kv_cuda_wait(kv_device *d, kv_batch *b)
-{
-    float in_ms, move_ms, out_ms;
-    const double start = kv_seconds();
-    if (!b->in_flight)
-        return true;
-    if (!kv_cuda(d, cudaEventSynchronize(b->done), "cudaEventSynchronize"))
-        return false;
-    d->waiting += kv_seconds() - start;
-    b->in_flight = false;
-    if (!kv_cuda(d, cudaEventElapsedTime(&in_ms, b->begun, b->arrived), "cudaEventElapsedTime") ||
-        !kv_cuda(d, cudaEventElapsedTime(&move_ms, b->arrived, b->moved), "cudaEventElapsedTime") ||
-        !kv_cuda(d, cudaEventElapsedTime(&out_ms, b->moved, b->done), "cudaEventElapsedTime"))
-        return false;
-    *(b->gathered ? &d->gather : &d->store) += 1e-3 * (double)move_ms;
-    d->copies += 1e-3 * ((double)in_ms + (double)out_ms);
-    return true;
-}
-
-static inline bool kv_cuda_rejected(kv_device *d, uint32_t *rejected)
-{
-    return kv_cuda(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize") &&
-           kv_cuda(d, cudaMemcpy(rejected, d->rejected, sizeof *rejected, cudaMemcpyDeviceToHost), "cudaMemcpy");
-}
-
-/* 1 MiB took the least total time of 512 KiB, 1 MiB and 4 MiB on an H200. Smaller batches need more launches; the host
-   takes longer to make and compare batches that do not fit in the core's cache. */
-static const kv_device_kind kv_cuda_kind = {
-    .name = "cuda",
-    .gpu = true,
-    .batches = KV_BATCHES_MAX,
-    .batch_bytes = (size_t)1 << 20,
-    .batch_rows = 1 << 16,
-    .allocate = kv_cuda_allocate,
-    .allocate_batch = kv_cuda_allocate_batch,
-    .allocate_host = kv_cuda_allocate_host,
-    .store = kv_cuda_store,
-    .gather = kv_cuda_gather,
-    .transfer = kv_cuda_transfer,
-    .wait = kv_cuda_wait,
-    .rejected = kv_cuda_rejected,
-    .close = kv_cuda_close,
-};
+    if (d->gpu)
+        return kv_cuda_allocate(d, bytes, on_host);
 #endif
+    (void)d, (void)on_host;
+    return kv_cpu_allocate(bytes);
+}
 
-/* ---- both -------------------------------------------------------------------------------------------------------- */
-
+/* `wanted` is "cpu", "cuda", or NULL: a GPU if there is one, else the CPU. Returns false if that is not there: d->name
+   says why. */
 static inline bool kv_device_open(kv_device *d, const char *wanted)
 {
     memset(d, 0, sizeof *d);
     d->kind = &kv_cpu_kind;
     d->memory = kv_cpu_memory();
-    if (wanted && strcmp(wanted, d->kind->name) == 0)
+    if (wanted && strcmp(wanted, "cpu") == 0)
         return true;
 #if defined(KV_REPLAY_CUDA)
-    if (kv_cuda_open(d))
-        d->kind = &kv_cuda_kind;
+    d->gpu = kv_cuda_open(d);
+    d->kind = d->gpu ? &kv_cuda_kind : d->kind;
 #else
     snprintf(d->name, sizeof d->name, "built without CUDA");
 #endif
-    snprintf(d->error, sizeof d->error, "%s", d->name);
-    return !wanted || strcmp(wanted, d->kind->name) == 0;
-}
-
-static inline void kv_device_close(kv_device *d)
-{
-    if (d->kind)
-        d->kind->close(d);
+    return !wanted || d->gpu;
 }
 
 static inline size_t kv_device_align(size_t bytes)
@@ -472,28 +315,26 @@ static inline size_t kv_device_align(size_t bytes)
     return (bytes + 255) / 256 * 256;
 }
 
-static inline bool kv_device_allocate(kv_device *d, size_t cache_bytes, size_t row_bytes)
+/* Allocates the cache, and the batches for rows of row_bytes. */
+static inline void kv_device_allocate(kv_device *d, size_t cache_bytes, size_t row_bytes)
 {
     const size_t rows = d->kind->batch_bytes / row_bytes;
     const double start = kv_seconds();
-    bool ok = d->kind->allocate(d, cache_bytes);
+    d->cache = (unsigned char *)kv_device_memory(d, cache_bytes, false);
     d->touch_seconds = kv_seconds() - start;
     d->row_bytes = row_bytes;
     d->batch_rows = rows > d->kind->batch_rows ? d->kind->batch_rows : rows ? rows : 1;
-    const size_t slots_bytes = kv_device_align(d->batch_rows * sizeof(int32_t));
-    for (size_t i = 0; i < d->kind->batches && ok; i++)
-        ok = d->kind->allocate_batch(d, &d->batches[i], slots_bytes + 2 * kv_device_align(d->batch_rows * row_bytes));
-    return ok;
-}
-
-static inline bool kv_device_allocate_host(kv_device *d, size_t bytes)
-{
-    return d->kind->allocate_host(d, bytes);
-}
-
-static inline bool kv_device_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
-{
-    return d->kind->transfer(d, desc, seconds);
+    const size_t batch_bytes =
+        kv_device_align(d->batch_rows * sizeof(int32_t)) + 2 * kv_device_align(d->batch_rows * row_bytes);
+    for (kv_batch *b = d->batches; b < d->batches + d->kind->batches; b++) {
+        b->host.memory = (unsigned char *)kv_device_memory(d, batch_bytes, true);
+        b->device.memory = d->gpu ? (unsigned char *)kv_device_memory(d, batch_bytes, false) : b->host.memory;
+    }
+    d->rejected = (uint32_t *)kv_device_memory(d, sizeof *d->rejected, false);
+#if defined(KV_REPLAY_CUDA)
+    for (size_t i = 0; d->gpu && i < KV_EVENTS * (KV_BATCHES_MAX + 1); i++)
+        kv_cuda(cudaEventCreate(&d->batches[i / KV_EVENTS].events[i % KV_EVENTS]), "cudaEventCreate");
+#endif
 }
 
 static inline kv_batch *kv_device_next(kv_device *d)
@@ -503,44 +344,73 @@ static inline kv_batch *kv_device_next(kv_device *d)
     return b;
 }
 
-static inline bool kv_device_wait(kv_device *d, kv_batch *b)
+static inline void kv_device_wait(kv_device *d, kv_batch *b)
 {
-    return d->kind->wait(d, b);
+#if defined(KV_REPLAY_CUDA)
+    if (b->in_flight)
+        kv_cuda_finish(d, b);
+#endif
+    (void)d, (void)b;
 }
 
 /* Slots, K rows and V rows follow each other, so that one copy moves them all. */
-static inline void kv_place_layout(kv_place *place, size_t slots_bytes, size_t k_bytes)
-{
-    place->slots = (int32_t *)(void *)place->memory;
-    place->k = place->memory + slots_bytes;
-    place->v = place->k + k_bytes;
-}
-
-static inline void kv_device_layout(const kv_device *d, kv_batch *b, size_t count)
+static inline void kv_device_layout(const kv_device *d, kv_batch *b, size_t count) /* count <= batch_rows */
 {
     const size_t k_bytes = kv_device_align(count * d->row_bytes);
+    kv_place *const places[] = {&b->host, &b->device};
     b->count = count;
     b->slots_bytes = kv_device_align(count * sizeof(int32_t));
     b->rows_bytes = k_bytes + count * d->row_bytes;
-    kv_place_layout(&b->host, b->slots_bytes, k_bytes);
-    kv_place_layout(&b->device, b->slots_bytes, k_bytes);
+    for (int i = 0; i < 2; i++) {
+        places[i]->slots = (int32_t *)(void *)places[i]->memory;
+        places[i]->k = places[i]->memory + b->slots_bytes;
+        places[i]->v = places[i]->k + k_bytes;
+    }
 }
 
-static inline bool kv_device_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)
+/* Stores; or, if `store` is NULL, gathers K rows by gather[0] and V rows by gather[1]. */
+static inline void kv_device_move(kv_device *d, kv_batch *b, const kvprim_store_desc *store,
+                                  const kvprim_gather_desc *gather)
 {
-    b->gathered = false;
-    return d->kind->store(d, b, desc);
+    b->gathered = !store;
+#if defined(KV_REPLAY_CUDA)
+    if (d->gpu) {
+        kv_cuda_move(d, b, store, gather);
+        return;
+    }
+#endif
+    const double start = kv_seconds();
+    if (store)
+        kv_check(kvprim_store(store));
+    for (int v = 0; v < 2 && !store; v++)
+        kv_check(kvprim_gather(&gather[v]));
+    *(store ? &d->store : &d->gather) += kv_seconds() - start;
 }
 
-static inline bool kv_device_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v)
+/* Moves pages between the cache and d->host. The indices are host memory. Adds to *seconds what that took: on a GPU, by
+   its own clock. */
+static inline void kv_device_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
 {
-    b->gathered = true;
-    return d->kind->gather(d, b, k, v);
+#if defined(KV_REPLAY_CUDA)
+    if (d->gpu) {
+        kv_cuda_transfer(d, desc, seconds);
+        return;
+    }
+#endif
+    const double start = kv_seconds();
+    (void)d;
+    kv_check(kvprim_transfer(desc));
+    *seconds += kv_seconds() - start;
 }
 
-static inline bool kv_device_rejected(kv_device *d, uint32_t *rejected)
+/* Returns the number of slots outside the cache so far, after waiting for all work in flight. */
+static inline uint32_t kv_device_rejected(kv_device *d)
 {
-    return d->kind->rejected(d, rejected);
+#if defined(KV_REPLAY_CUDA)
+    if (d->gpu)
+        return kv_cuda_rejected(d);
+#endif
+    return *d->rejected;
 }
 
 #endif

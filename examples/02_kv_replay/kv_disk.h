@@ -39,18 +39,6 @@ typedef struct kv_disk {
     char error[1536];
 } kv_disk;
 
-/* Opens a new file at `path`, or if that is NULL in `folder`, or if that is NULL too in $TMPDIR or /tmp. Fails if there
-   is something at `path`, or if the file system has no room for `bytes`. */
-static inline bool kv_disk_open(kv_disk *d, const char *path, const char *folder, uint64_t bytes);
-static inline void kv_disk_close(kv_disk *d);
-
-/* Writes the pieces one after the other to the file from `offset` on, or reads them from there. Changes the array. */
-static inline bool kv_disk_write(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset);
-static inline bool kv_disk_read(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset);
-
-/* Waits until all that was written is on the disk, and drops it from the page cache where that can be asked for. */
-static inline bool kv_disk_flush(kv_disk *d);
-
 #if defined(_WIN32)
 
 static inline bool kv_disk_open(kv_disk *d, const char *path, const char *folder, uint64_t bytes)
@@ -61,26 +49,20 @@ static inline bool kv_disk_open(kv_disk *d, const char *path, const char *folder
     return false;
 }
 
-static inline void kv_disk_close(kv_disk *d)
+static inline bool kv_disk_move(kv_disk *d, bool write, struct iovec *pieces, size_t count, uint64_t offset)
 {
-    (void)d;
-}
-
-static inline bool kv_disk_write(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset)
-{
-    (void)d, (void)pieces, (void)count, (void)offset;
+    (void)d, (void)write, (void)pieces, (void)count, (void)offset;
     return false;
-}
-
-static inline bool kv_disk_read(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset)
-{
-    return kv_disk_write(d, pieces, count, offset);
 }
 
 static inline bool kv_disk_flush(kv_disk *d)
 {
+    return kv_disk_move(d, true, NULL, 0, 0);
+}
+
+static inline void kv_disk_close(kv_disk *d)
+{
     (void)d;
-    return false;
 }
 
 #else
@@ -130,6 +112,15 @@ static inline void kv_disk__set_direct(kv_disk *d, bool wanted)
 #endif
 }
 
+static inline void kv_disk_close(kv_disk *d)
+{
+    if (d->path[0])
+        close(d->file);
+    d->path[0] = '\0';
+}
+
+/* Opens a new file at `path`, or if that is NULL in `folder`, or if that is NULL too in $TMPDIR or /tmp. Fails if there
+   is something at `path`, or if the file system has no room for `bytes`. */
 static inline bool kv_disk_open(kv_disk *d, const char *path, const char *folder, uint64_t bytes)
 {
     memset(d, 0, sizeof *d);
@@ -137,12 +128,10 @@ static inline bool kv_disk_open(kv_disk *d, const char *path, const char *folder
     folder = folder && *folder ? folder : "/tmp";
     const int length = path ? snprintf(d->path, sizeof d->path, "%s", path)
                             : snprintf(d->path, sizeof d->path, "%s/kv_disk_XXXXXX", folder);
-    if (length < 0 || (size_t)length >= sizeof d->path) {
+    const bool fits = length >= 0 && (size_t)length < sizeof d->path;
+    if (!fits)
         snprintf(d->error, sizeof d->error, "a path of %d bytes, more than %zu", length, sizeof d->path - 1);
-        d->path[0] = '\0';
-        return false;
-    }
-    if (!kv_disk__create(d, path != NULL)) {
+    if (!fits || !kv_disk__create(d, path != NULL)) {
         d->path[0] = '\0';
         return false;
     }
@@ -157,32 +146,12 @@ static inline bool kv_disk_open(kv_disk *d, const char *path, const char *folder
     return true;
 }
 
-static inline void kv_disk_close(kv_disk *d)
-{
-    if (d->path[0])
-        close(d->file);
-    d->path[0] = '\0';
-}
-
-/* Drops the first `bytes` bytes of the pieces. */
-static inline void kv_disk__skip(struct iovec **pieces, size_t *count, size_t bytes)
-{
-    while (*count > 0 && bytes >= (*pieces)->iov_len) {
-        bytes -= (*pieces)->iov_len;
-        (*pieces)++;
-        (*count)--;
-    }
-    if (*count > 0) {
-        (*pieces)->iov_base = (char *)(*pieces)->iov_base + bytes;
-        (*pieces)->iov_len -= bytes;
-    }
-}
-
-static inline bool kv_disk__move(kv_disk *d, bool write, struct iovec *pieces, size_t count, uint64_t offset)
+/* Writes the pieces one after the other to the file from `offset` on, or reads them from there. Changes the array. */
+static inline bool kv_disk_move(kv_disk *d, bool write, struct iovec *pieces, size_t count, uint64_t offset)
 {
     while (count > 0) {
         const int some = count < KV_DISK_PIECES ? (int)count : KV_DISK_PIECES;
-        const ssize_t moved =
+        ssize_t moved =
             write ? pwritev(d->file, pieces, some, (off_t)offset) : preadv(d->file, pieces, some, (off_t)offset);
         if (moved < 0 && errno == EINTR)
             continue;
@@ -197,21 +166,17 @@ static inline bool kv_disk__move(kv_disk *d, bool write, struct iovec *pieces, s
             return false;
         }
         offset += (uint64_t)moved;
-        kv_disk__skip(&pieces, &count, (size_t)moved);
+        for (; count > 0 && (size_t)moved >= pieces->iov_len; pieces++, count--)
+            moved -= (ssize_t)pieces->iov_len;
+        if (count > 0) { /* a piece of which only the first bytes have moved */
+            pieces->iov_base = (char *)pieces->iov_base + moved;
+            pieces->iov_len -= (size_t)moved;
+        }
     }
     return true;
 }
 
-static inline bool kv_disk_write(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset)
-{
-    return kv_disk__move(d, true, pieces, count, offset);
-}
-
-static inline bool kv_disk_read(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset)
-{
-    return kv_disk__move(d, false, pieces, count, offset);
-}
-
+/* Waits until all that was written is on the disk, and drops it from the page cache where that can be asked for. */
 static inline bool kv_disk_flush(kv_disk *d)
 {
     if (fsync(d->file) != 0) {

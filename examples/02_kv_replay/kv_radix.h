@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_radix.h is the prefix cache of an inference engine: a radix tree over tokens, in whole pages. C11, uses kvprim.h.
+/* kv_radix.h is the prefix cache of an inference engine: a radix tree over tokens, in whole pages. C11.
 
    An edge holds the tokens of whole pages and the numbers of the cache pages that hold their rows. One request calls:
 
@@ -10,8 +10,8 @@
        kv_radix_unlock  lets the path be evicted again
 
    The tree stores page numbers, not rows. The caller owns a page until insert takes it, then the tree owns it until
-   evict returns it. There are no globals. A tree may be used by one thread at a time. Functions that allocate return
-   false if memory runs out; the tree then still holds what it held before.
+   evict returns it. There are no globals. A tree may be used by one thread at a time. If memory runs out, kv_allocate
+   ends the program.
 
    A page may lie in a slower memory than the cache, so the tree has tiers: 0 is the cache, and each tier numbers its
    pages for itself. kv_radix_demote moves pages down a tier, in place of evicting them, and kv_radix_promote moves the
@@ -20,77 +20,30 @@
 #ifndef KV_RADIX_H
 #define KV_RADIX_H
 
+#include "kv_device.h"
 #include "kvprim.h"
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
 enum { KV_RADIX_TIERS = 3 };
 
 typedef struct kv_radix_node {
     struct kv_radix_node *parent;
+    struct kv_radix_node *next;            /* in the same bucket of the table */
     struct kv_radix_node *older, *younger; /* neighbours in their tier's order of use; valid only while refs is 0 */
-    uint64_t hash;                         /* of the parent and the first page: where the table holds this node */
+    uint64_t hash;                         /* of the parent and the first page */
     int32_t *tokens;                       /* page_count * page_tokens of them */
     int32_t *pages;
     size_t page_count;
-    size_t children;
     uint32_t refs; /* locks on this node and on nodes below it */
     uint32_t tier; /* where all pages of the edge lie */
 } kv_radix_node;
 
 typedef struct kv_radix { /* must not move in memory between kv_radix_init and kv_radix_free */
     size_t page_tokens;
-    size_t page_count;                   /* pages that the tree holds */
-    size_t node_count;                   /* without the root */
     kv_radix_node root;                  /* an empty edge, always locked */
     kv_radix_node rings[KV_RADIX_TIERS]; /* only links: .younger is the oldest unlocked node, .older the youngest */
-    kv_radix_node **table;               /* every node except the root, by node.hash; open addressing, linear probing */
-    size_t table_mask;                   /* entries - 1; the number of entries is a power of two */
+    kv_radix_node **table;               /* buckets of all nodes except the root, by node.hash */
+    size_t table_mask;                   /* buckets - 1; the number of buckets is a power of two */
 } kv_radix;
-
-/* Makes an empty tree of pages of page_tokens >= 1 tokens. False: out of memory; kv_radix_free may still be called. */
-static inline bool kv_radix_init(kv_radix *tree, size_t page_tokens);
-static inline void kv_radix_free(kv_radix *tree);
-
-/* Finds the longest prefix of tokens[0 .. count) that the tree holds, in whole pages. Writes the numbers of these pages
-   to pages[], which has room for count / page_tokens, how many of them lie in each tier to in_tier[] (the first ones in
-   tier 0, the next ones in tier 1 ...), and the node where the match ends to *node. An edge that matches in part is
-   split there. The whole path becomes the most recently used one. */
-static inline bool kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
-                                  size_t in_tier[KV_RADIX_TIERS], kv_radix_node **node);
-
-/* A locked node and the nodes above it are not evicted. Locks are counted: unlock a node as often as it was locked. */
-static inline void kv_radix_lock(kv_radix_node *node);
-static inline void kv_radix_unlock(kv_radix *tree, kv_radix_node *node);
-
-/* Adds page_count whole pages of tier 0, with their tokens, below a node that match returned and the caller has locked.
-   If other requests have added the first of them since, the tree keeps theirs, and the caller's still belong to the
-   caller: pages[0 .. known[0]). Those of the others that have gone down meanwhile are given back in exchange for the
-   caller's: the next known[1] entries of pages[] are now numbers in tier 1, and so on. The other pages now belong to
-   the tree. */
-static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, int32_t *pages,
-                                   size_t page_count, size_t known[KV_RADIX_TIERS]);
-
-/* Takes up to `want` pages of the lowest tier in use out of the tree, the least recently used first and each path from
-   its end. Writes their numbers to pages[] and returns how many there are: fewer than `want` only if everything left in
-   the tier is locked. */
-static inline size_t kv_radix_evict(kv_radix *tree, uint32_t tier, size_t want, int32_t *pages);
-
-/* Moves up to `want` pages, chosen as kv_radix_evict does, from a tier to a lower one that is the next in use, where
-   they get the first numbers of below[]. Writes the numbers that they had to pages[], and how many there are to
-   *count. */
-static inline bool kv_radix_demote(kv_radix *tree, uint32_t from, uint32_t to, size_t want, const int32_t *below,
-                                   int32_t *pages, size_t *count);
-
-/* Moves the last `count` pages of the path to a node into tier 0: these must be all that lie in other tiers. They get
-   the numbers pages[]. Writes their former numbers to before[], which may be pages[], unless it is NULL. */
-static inline void kv_radix_promote(kv_radix *tree, kv_radix_node *node, const int32_t *pages, size_t count,
-                                    int32_t *before);
-
-/* Returns NULL, or a text that names the invariant that does not hold. Takes quadratic time: for tests. */
-static inline const char *kv_radix_check(const kv_radix *tree);
 
 /* ---- order of use: for each tier, a ring of the unlocked nodes ---------------------------------------------------
 
@@ -112,14 +65,21 @@ static inline void kv_radix__link(kv_radix_node *node, kv_radix_node *older)
     node->older->younger = node->younger->older = node;
 }
 
-static inline void kv_radix__touch(kv_radix *tree, kv_radix_node *node)
+/* Moves an unlocked node to the young end of a tier. */
+static inline void kv_radix__renew(kv_radix *tree, kv_radix_node *node, uint32_t tier)
 {
-    for (; node->refs == 0; node = node->parent) {
-        kv_radix__unlink(node);
-        kv_radix__link(node, tree->rings[node->tier].older);
-    }
+    kv_radix__unlink(node);
+    node->tier = tier;
+    kv_radix__link(node, tree->rings[tier].older);
 }
 
+static inline void kv_radix__touch(kv_radix *tree, kv_radix_node *node)
+{
+    for (; node->refs == 0; node = node->parent)
+        kv_radix__renew(tree, node, node->tier);
+}
+
+/* A locked node and the nodes above it are not evicted. Locks are counted: unlock a node as often as it was locked. */
 static inline void kv_radix_lock(kv_radix_node *node)
 {
     for (; node; node = node->parent)
@@ -149,54 +109,22 @@ static inline uint64_t kv_radix__hash(const kv_radix *tree, const kv_radix_node 
     return h;
 }
 
-static inline void kv_radix__table_put(kv_radix *tree, kv_radix_node *node)
+/* Gives a node, whose tokens are set, its parent and its place in the table. */
+static inline void kv_radix__put(kv_radix *tree, kv_radix_node *node, kv_radix_node *parent)
 {
-    size_t at = (size_t)node->hash & tree->table_mask;
-    while (tree->table[at])
-        at = (at + 1) & tree->table_mask;
-    tree->table[at] = node;
+    node->parent = parent;
+    node->hash = kv_radix__hash(tree, parent, node->tokens);
+    kv_radix_node **const bucket = &tree->table[(size_t)node->hash & tree->table_mask];
+    node->next = *bucket;
+    *bucket = node;
 }
 
-static inline size_t kv_radix__table_find(const kv_radix *tree, const kv_radix_node *node)
+static inline void kv_radix__remove(kv_radix *tree, kv_radix_node *node)
 {
-    size_t at = (size_t)node->hash & tree->table_mask;
-    while (tree->table[at] != node)
-        at = (at + 1) & tree->table_mask;
-    return at;
-}
-
-/* Removes a node and closes the gap: each entry after it moves into the gap, unless that is before the entry's home. */
-static inline void kv_radix__table_remove(kv_radix *tree, const kv_radix_node *node)
-{
-    const size_t mask = tree->table_mask;
-    size_t gap = kv_radix__table_find(tree, node);
-    for (size_t at = (gap + 1) & mask; tree->table[at]; at = (at + 1) & mask) {
-        const size_t home = (size_t)tree->table[at]->hash & mask;
-        if (((at - home) & mask) >= ((at - gap) & mask)) {
-            tree->table[gap] = tree->table[at];
-            gap = at;
-        }
-    }
-    tree->table[gap] = NULL;
-}
-
-/* Makes room for one more node. The table stays at most half full. */
-static inline bool kv_radix__table_reserve(kv_radix *tree)
-{
-    if (tree->node_count < (tree->table_mask + 1) / 2)
-        return true;
-    const size_t slots = (tree->table_mask + 1) * 2;
-    kv_radix_node **const old = tree->table, **const bigger = (kv_radix_node **)calloc(slots, sizeof *bigger);
-    if (!bigger)
-        return false;
-    const size_t old_mask = tree->table_mask;
-    tree->table = bigger;
-    tree->table_mask = slots - 1;
-    for (size_t i = 0; i <= old_mask; i++)
-        if (old[i])
-            kv_radix__table_put(tree, old[i]);
-    free(old);
-    return true;
+    kv_radix_node **at = &tree->table[(size_t)node->hash & tree->table_mask];
+    while (*at != node)
+        at = &(*at)->next;
+    *at = node->next;
 }
 
 /* Returns the child whose edge shares at least its first page with tokens, or NULL. *same is the number of pages that
@@ -206,8 +134,7 @@ static inline kv_radix_node *kv_radix__child(const kv_radix *tree, const kv_radi
 {
     const size_t page = tree->page_tokens;
     const uint64_t hash = kv_radix__hash(tree, parent, tokens);
-    kv_radix_node *node;
-    for (size_t at = (size_t)hash & tree->table_mask; (node = tree->table[at]); at = (at + 1) & tree->table_mask) {
+    for (kv_radix_node *node = tree->table[(size_t)hash & tree->table_mask]; node; node = node->next) {
         if (node->hash != hash || node->parent != parent)
             continue;
         const size_t tokens_same = kvprim_prefix_i32(tokens, page_count * page, node->tokens, node->page_count * page);
@@ -220,33 +147,25 @@ static inline kv_radix_node *kv_radix__child(const kv_radix *tree, const kv_radi
 
 /* ---- nodes ------------------------------------------------------------------------------------------------------- */
 
-static inline void kv_radix__node_free(kv_radix_node *node)
+static inline void kv_radix__free(kv_radix_node *node)
 {
-    if (!node)
-        return;
     free(node->tokens);
     free(node->pages);
     free(node);
 }
 
-static inline kv_radix_node *kv_radix__node_new(const kv_radix *tree, kv_radix_node *parent, const int32_t *tokens,
-                                                const int32_t *pages, size_t page_count)
+/* Makes a node that is in no ring. */
+static inline kv_radix_node *kv_radix__new(kv_radix *tree, kv_radix_node *parent, const int32_t *tokens,
+                                           const int32_t *pages, size_t page_count)
 {
-    const size_t token_bytes = page_count * tree->page_tokens * sizeof *tokens, page_bytes = page_count * sizeof *pages;
-    kv_radix_node *const node = (kv_radix_node *)calloc(1, sizeof *node);
-    if (!node)
-        return NULL;
-    node->tokens = (int32_t *)malloc(token_bytes);
-    node->pages = (int32_t *)malloc(page_bytes);
-    if (!node->tokens || !node->pages) {
-        kv_radix__node_free(node);
-        return NULL;
-    }
-    memcpy(node->tokens, tokens, token_bytes);
-    memcpy(node->pages, pages, page_bytes);
-    node->parent = parent;
-    node->page_count = page_count;
-    node->hash = kv_radix__hash(tree, parent, tokens);
+    const size_t token_count = page_count * tree->page_tokens;
+    kv_radix_node *const node = (kv_radix_node *)kv_allocate(1, sizeof *node);
+    *node = (kv_radix_node){.page_count = page_count};
+    node->tokens = (int32_t *)kv_allocate(token_count, sizeof *tokens);
+    node->pages = (int32_t *)kv_allocate(page_count, sizeof *pages);
+    memcpy(node->tokens, tokens, token_count * sizeof *tokens);
+    memcpy(node->pages, pages, page_count * sizeof *pages);
+    kv_radix__put(tree, node, parent);
     return node;
 }
 
@@ -264,156 +183,89 @@ static inline void kv_radix__shorten(const kv_radix *tree, kv_radix_node *node, 
    its children and the holders of locks point to it. */
 static inline kv_radix_node *kv_radix__split(kv_radix *tree, kv_radix_node *node, size_t keep)
 {
-    kv_radix_node *const upper =
-        kv_radix__table_reserve(tree) ? kv_radix__node_new(tree, node->parent, node->tokens, node->pages, keep) : NULL;
-    if (!upper)
-        return NULL;
-    kv_radix__table_remove(tree, node);
-    upper->children = 1;
+    kv_radix_node *const upper = kv_radix__new(tree, node->parent, node->tokens, node->pages, keep);
     upper->refs = node->refs;
     upper->tier = node->tier;
     if (upper->refs == 0)
         kv_radix__link(upper, node);
 
     const size_t rest = node->page_count - keep;
+    kv_radix__remove(tree, node);
     memmove(node->tokens, node->tokens + keep * tree->page_tokens, rest * tree->page_tokens * sizeof *node->tokens);
     memmove(node->pages, node->pages + keep, rest * sizeof *node->pages);
     kv_radix__shorten(tree, node, rest);
-    node->parent = upper;
-    node->hash = kv_radix__hash(tree, upper, node->tokens);
-    kv_radix__table_put(tree, upper);
-    kv_radix__table_put(tree, node);
-    tree->node_count++;
+    kv_radix__put(tree, node, upper);
     return upper;
 }
 
-/* Descends from *node as far as the edges match the tokens, and splits the edge where they differ. Returns in *done how
-   many pages that is, and adds them to in_tier[]. A locked node that is not in the cache is on its way there, for the
-   request that holds the lock. */
-static inline bool kv_radix__walk(kv_radix *tree, kv_radix_node **node, const int32_t *tokens, size_t page_count,
-                                  int32_t *pages, size_t *done, size_t in_tier[KV_RADIX_TIERS])
+/* Descends from a node as far as the edges match the tokens, splits the edge where they differ, and returns the last
+   node. Adds up in *done how many pages that is, and in in_tier[] where they lie. A locked node that is not in the cache
+   is on its way there, for the request that holds the lock. */
+static inline kv_radix_node *kv_radix__walk(kv_radix *tree, kv_radix_node *node, const int32_t *tokens,
+                                            size_t page_count, int32_t *pages, size_t *done,
+                                            size_t in_tier[KV_RADIX_TIERS])
 {
     memset(in_tier, 0, KV_RADIX_TIERS * sizeof *in_tier);
-    *done = 0;
-    while (*done < page_count) {
+    for (*done = 0; *done < page_count;) {
         size_t same = 0;
         kv_radix_node *child =
-            kv_radix__child(tree, *node, tokens + *done * tree->page_tokens, page_count - *done, &same);
+            kv_radix__child(tree, node, tokens + *done * tree->page_tokens, page_count - *done, &same);
         if (!child)
             break;
         if (same < child->page_count)
             child = kv_radix__split(tree, child, same);
-        if (!child)
-            return false;
         if (pages)
             memcpy(pages + *done, child->pages, same * sizeof *pages);
         *done += same;
         in_tier[child->refs ? 0 : child->tier] += same;
-        *node = child;
+        node = child;
     }
-    kv_radix__touch(tree, *node);
-    return true;
+    kv_radix__touch(tree, node);
+    return node;
 }
 
-/* ---- the other public functions ---------------------------------------------------------------------------------- */
+/* ---- the tree ---------------------------------------------------------------------------------------------------- */
 
-static inline bool kv_radix_init(kv_radix *tree, size_t page_tokens)
+/* Makes an empty tree of pages of page_tokens >= 1 tokens. More nodes than are announced only cost time. */
+static inline void kv_radix_init(kv_radix *tree, size_t page_tokens, size_t nodes)
 {
-    const size_t slots = 16;
+    size_t buckets = 16;
+    while (buckets < nodes)
+        buckets *= 2;
     memset(tree, 0, sizeof *tree);
     tree->page_tokens = page_tokens;
     tree->root.refs = 1;
     for (int tier = 0; tier < KV_RADIX_TIERS; tier++)
         tree->rings[tier].older = tree->rings[tier].younger = &tree->rings[tier];
-    tree->table = (kv_radix_node **)calloc(slots, sizeof *tree->table);
-    tree->table_mask = tree->table ? slots - 1 : 0;
-    return tree->table != NULL;
+    tree->table = (kv_radix_node **)kv_allocate(buckets, sizeof *tree->table);
+    memset(tree->table, 0, buckets * sizeof *tree->table);
+    tree->table_mask = buckets - 1;
 }
 
 static inline void kv_radix_free(kv_radix *tree)
 {
-    for (size_t i = 0; tree->table && i <= tree->table_mask; i++)
-        kv_radix__node_free(tree->table[i]);
-    free(tree->table);
-    memset(tree, 0, sizeof *tree);
-}
-
-static inline bool kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
-                                  size_t in_tier[KV_RADIX_TIERS], kv_radix_node **node)
-{
-    size_t done;
-    *node = &tree->root;
-    return kv_radix__walk(tree, node, tokens, count / tree->page_tokens, pages, &done, in_tier);
-}
-
-static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, int32_t *pages,
-                                   size_t page_count, size_t known[KV_RADIX_TIERS])
-{
-    size_t done;
-    if (!kv_radix__walk(tree, &node, tokens, page_count, NULL, &done, known))
-        return false;
-    kv_radix_promote(tree, node, pages + known[0], done - known[0], pages + known[0]);
-    if (done == page_count)
-        return true;
-    kv_radix_node *const leaf =
-        kv_radix__table_reserve(tree)
-            ? kv_radix__node_new(tree, node, tokens + done * tree->page_tokens, pages + done, page_count - done)
-            : NULL;
-    if (!leaf)
-        return false;
-    kv_radix__table_put(tree, leaf);
-    kv_radix__link(leaf, tree->rings[0].older);
-    kv_radix__touch(tree, node); /* a leaf is older than its parent */
-    node->children++;
-    tree->node_count++;
-    tree->page_count += leaf->page_count;
-    return true;
-}
-
-static inline size_t kv_radix_evict(kv_radix *tree, uint32_t tier, size_t want, int32_t *pages)
-{
-    const kv_radix_node *const ring = &tree->rings[tier];
-    size_t got = 0;
-    while (got < want && ring->younger != ring) {
-        kv_radix_node *const leaf = ring->younger;
-        const size_t take = leaf->page_count < want - got ? leaf->page_count : want - got;
-        const size_t keep = leaf->page_count - take;
-        memcpy(pages + got, leaf->pages + keep, take * sizeof *pages);
-        got += take;
-        tree->page_count -= take;
-        if (keep > 0) {
-            kv_radix__shorten(tree, leaf, keep);
-            continue;
+    for (size_t i = 0; i <= tree->table_mask; i++) {
+        for (kv_radix_node *node = tree->table[i], *next; node; node = next) {
+            next = node->next;
+            kv_radix__free(node);
         }
-        kv_radix__unlink(leaf);
-        kv_radix__table_remove(tree, leaf);
-        leaf->parent->children--;
-        tree->node_count--;
-        kv_radix__node_free(leaf);
     }
-    return got;
+    free(tree->table);
 }
 
-static inline bool kv_radix_demote(kv_radix *tree, uint32_t from, uint32_t to, size_t want, const int32_t *below,
-                                   int32_t *pages, size_t *count)
+/* Finds the longest prefix of tokens[0 .. count) that the tree holds, in whole pages. Writes the numbers of these pages
+   to pages[], which has room for count / page_tokens, and how many of them lie in each tier to in_tier[] (the first ones
+   in tier 0, the next ones in tier 1 ...). Returns the node where the match ends. An edge that matches in part is split
+   there. The whole path becomes the most recently used one. */
+static inline kv_radix_node *kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
+                                            size_t in_tier[KV_RADIX_TIERS])
 {
-    const kv_radix_node *const ring = &tree->rings[from];
-    *count = 0;
-    while (*count < want && ring->younger != ring) {
-        kv_radix_node *const node = ring->younger; /* keeps the end of its edge if that is split */
-        const size_t left = want - *count;
-        if (node->page_count > left && !kv_radix__split(tree, node, node->page_count - left))
-            return false;
-        memcpy(pages + *count, node->pages, node->page_count * sizeof *pages);
-        memcpy(node->pages, below + *count, node->page_count * sizeof *pages);
-        *count += node->page_count;
-        kv_radix__unlink(node);
-        node->tier = to;
-        kv_radix__link(node, tree->rings[to].older);
-    }
-    return true;
+    size_t done;
+    return kv_radix__walk(tree, &tree->root, tokens, count / tree->page_tokens, pages, &done, in_tier);
 }
 
+/* Moves the last `count` pages of the path to a node into tier 0: these must be all that lie in other tiers. They get
+   the numbers pages[]. Writes their former numbers to before[], which may be pages[], unless it is NULL. */
 static inline void kv_radix_promote(kv_radix *tree, kv_radix_node *node, const int32_t *pages, size_t count,
                                     int32_t *before)
 {
@@ -426,37 +278,91 @@ static inline void kv_radix_promote(kv_radix *tree, kv_radix_node *node, const i
                 before[count + i] = had;
         }
         node->tier = 0;
-        if (node->refs == 0) {
-            kv_radix__unlink(node);
-            kv_radix__link(node, tree->rings[0].older);
-        }
+        if (node->refs == 0)
+            kv_radix__renew(tree, node, 0);
     }
 }
 
+/* Adds page_count whole pages of tier 0, with their tokens, below a node that match returned and the caller has locked.
+   If other requests have added the first of them since, the tree keeps theirs, and the caller's still belong to the
+   caller: pages[0 .. known[0]). Those of the others that have gone down meanwhile are given back in exchange for the
+   caller's: the next known[1] entries of pages[] are now numbers in tier 1, and so on. The other pages now belong to
+   the tree. */
+static inline void kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, int32_t *pages,
+                                   size_t page_count, size_t known[KV_RADIX_TIERS])
+{
+    size_t done;
+    node = kv_radix__walk(tree, node, tokens, page_count, NULL, &done, known);
+    kv_radix_promote(tree, node, pages + known[0], done - known[0], pages + known[0]);
+    if (done == page_count)
+        return;
+    kv_radix_node *const leaf =
+        kv_radix__new(tree, node, tokens + done * tree->page_tokens, pages + done, page_count - done);
+    kv_radix__link(leaf, tree->rings[0].older);
+    kv_radix__touch(tree, node); /* a leaf is older than its parent */
+}
+
+/* Takes up to `want` pages of the lowest tier in use out of the tree, the least recently used first and each path from
+   its end. Writes their numbers to pages[] and returns how many there are: fewer than `want` only if everything left in
+   the tier is locked. */
+static inline size_t kv_radix_evict(kv_radix *tree, uint32_t tier, size_t want, int32_t *pages)
+{
+    const kv_radix_node *const ring = &tree->rings[tier];
+    size_t got = 0;
+    while (got < want && ring->younger != ring) {
+        kv_radix_node *const leaf = ring->younger;
+        const size_t take = leaf->page_count < want - got ? leaf->page_count : want - got;
+        const size_t keep = leaf->page_count - take;
+        memcpy(pages + got, leaf->pages + keep, take * sizeof *pages);
+        got += take;
+        if (keep > 0) {
+            kv_radix__shorten(tree, leaf, keep);
+            continue;
+        }
+        kv_radix__unlink(leaf);
+        kv_radix__remove(tree, leaf);
+        kv_radix__free(leaf);
+    }
+    return got;
+}
+
+/* Moves up to `want` pages, chosen as kv_radix_evict does, from a tier to a lower one that is the next in use, where
+   they get the first numbers of below[]. Writes the numbers that they had to pages[], and returns how many there are. */
+static inline size_t kv_radix_demote(kv_radix *tree, uint32_t from, uint32_t to, size_t want, const int32_t *below,
+                                     int32_t *pages)
+{
+    const kv_radix_node *const ring = &tree->rings[from];
+    size_t got = 0;
+    while (got < want && ring->younger != ring) {
+        kv_radix_node *const node = ring->younger; /* keeps the end of its edge if that is split */
+        if (node->page_count > want - got)
+            kv_radix__split(tree, node, node->page_count - (want - got));
+        memcpy(pages + got, node->pages, node->page_count * sizeof *pages);
+        memcpy(node->pages, below + got, node->page_count * sizeof *pages);
+        got += node->page_count;
+        kv_radix__renew(tree, node, to);
+    }
+    return got;
+}
+
+/* Returns NULL, or a text that names the invariant that does not hold. Takes quadratic time: for tests. */
 static inline const char *kv_radix_check(const kv_radix *tree)
 {
-    size_t nodes = 0, pages = 0, unlocked = 0, listed = 0, children = tree->root.children;
+    size_t unlocked = 0, listed = 0, same = 0;
     for (size_t i = 0; i <= tree->table_mask; i++) {
-        const kv_radix_node *const node = tree->table[i];
-        size_t same = 0;
-        if (!node)
-            continue;
-        nodes++;
-        pages += node->page_count;
-        children += node->children;
-        unlocked += node->refs == 0;
-        if (node->page_count == 0)
-            return "an edge is empty";
-        if (node->parent->refs < node->refs)
-            return "a node has more locks than its parent";
-        if (node->parent->tier > node->tier && node->parent->refs == 0)
-            return "a node lies above its parent's tier";
-        if (kv_radix__child(tree, node->parent, node->tokens, node->page_count, &same) != node ||
-            same != node->page_count)
-            return "a node is not found by its tokens";
+        for (const kv_radix_node *node = tree->table[i]; node; node = node->next) {
+            unlocked += node->refs == 0;
+            if (node->page_count == 0)
+                return "an edge is empty";
+            if (node->parent->refs < node->refs)
+                return "a node has more locks than its parent";
+            if (node->parent->tier > node->tier && node->parent->refs == 0)
+                return "a node lies above its parent's tier";
+            if (kv_radix__child(tree, node->parent, node->tokens, node->page_count, &same) != node ||
+                same != node->page_count)
+                return "a node is not found by its tokens";
+        }
     }
-    if (nodes != tree->node_count || children != nodes || pages != tree->page_count)
-        return "the counts of nodes, children or pages are wrong";
     for (uint32_t tier = 0; tier < KV_RADIX_TIERS; tier++) {
         const kv_radix_node *const ring = &tree->rings[tier];
         for (const kv_radix_node *node = ring->younger; node != ring; node = node->younger, listed++) {

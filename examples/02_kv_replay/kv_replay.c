@@ -24,21 +24,13 @@
    come back when a prompt matches them. Their rows are compared as all others are.
 
    The headers beside this file read the trace (kv_trace.h), keep the prefix tree (kv_radix.h), hold the cache on the
-   CPU or a GPU (kv_device.h), and keep pages in host memory (kv_tiers.h) and a file (kv_disk.h). This file, from top to
-   bottom, has
-
-       options       what the command line may say
-       state         prompt, cache, active (a running request), totals, replay (all of them)
-       requests      reads prompts; makes tokens, and rows that stand for a model's
-       memory        how many slots the requests need, whether they fit, and what is allocated
-       rows          stores, gathers and compares the rows of one request, a batch at a time: the calls of kvprim
-       admitting     admit starts a request, finish_oldest ends it: read these two first. fetch_pages brings pages back
-       the table     what is printed, and main */
+   CPU or a GPU (kv_device.h), and keep pages in host memory (kv_tiers.h) and a file (kv_disk.h). To see what an engine
+   does, read admit and finish_oldest first. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* O_DIRECT */
 #endif
 #if !defined(_DEFAULT_SOURCE)
-#define _DEFAULT_SOURCE /* clock_gettime, fileno, getrusage, preadv, sysconf under -std=c11 */
+#define _DEFAULT_SOURCE /* clock_gettime, getrusage, preadv, sysconf under -std=c11 */
 #endif
 #define KVPRIM_CORE_IMPLEMENTATION /* kvprim.h alone; nvcc compiles kvprim_cuda.cuh */
 #include "kvprim.h"
@@ -47,16 +39,12 @@
 #include "kv_tiers.h"
 #include "kv_trace.h"
 #include <inttypes.h>
-#include <stdarg.h>
 
-#if defined(_WIN32)
-#include <io.h>
-#else
+#if !defined(_WIN32)
 #include <sys/resource.h>
-#include <unistd.h>
 #endif
 
-enum { EXIT_MISMATCH = 1, EXIT_REFUSED = 2 };
+enum { EXIT_MISMATCH = 1 };
 
 #define SLOTS_MAX INT32_MAX
 #define SHOWN_MAX 5 /* mismatches described one by one */
@@ -115,18 +103,7 @@ static void print_help(void)
         "Exit status: 0 all rows are right, 1 some rows are wrong, 2 bad input, no such device or out of memory.\n");
 }
 
-static int refuse(const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    fputs("02_kv_replay: ", stderr);
-    vfprintf(stderr, format, arguments);
-    fputc('\n', stderr);
-    va_end(arguments);
-    return EXIT_REFUSED;
-}
-
-static int parse_number(options *o, const option_number *number, const char *text)
+static void set_number(options *o, const option_number *number, const char *text)
 {
     uint64_t value = 0;
     bool ok = *text != '\0';
@@ -136,106 +113,75 @@ static int parse_number(options *o, const option_number *number, const char *tex
         value = value * 10 + d;
     }
     if (!ok || value < number->min || value > number->max)
-        return refuse("%s is '%s', not a number from %" PRIu64 " to %" PRIu64, number->name, text, number->min,
-                      number->max);
+        kv_die("%s is '%s', not a number from %" PRIu64 " to %" PRIu64, number->name, text, number->min, number->max);
     memcpy((char *)o + number->offset, &value, sizeof value);
     o->kv_bytes_given = o->kv_bytes_given || number->offset == offsetof(options, kv_bytes);
-    return 0;
 }
 
-static int parse_device(options *o, const char *text)
+/* Sets the option at argv[*i] to its value, which is "=value" or the next argument. */
+static void set_option(options *o, char **argv, int *i)
 {
-    if (strcmp(text, "cpu") != 0 && strcmp(text, "cuda") != 0)
-        return refuse("--device is '%s', neither cpu nor cuda", text);
-    o->device = text;
-    return 0;
-}
-
-static int parse_disk_file(options *o, const char *text)
-{
-    if (!*text)
-        return refuse("--disk-file is empty");
-    o->disk_file = text;
-    return 0;
-}
-
-static int parse_text(options *o, const char *text)
-{
-    o->texts[o->text_count++] = text;
-    return 0;
-}
-
-typedef struct option_text {
-    const char *name;
-    int (*parse)(options *o, const char *text);
-} option_text;
-
-static const option_text option_texts[] = {
-    {"--device", parse_device}, {"--disk-file", parse_disk_file}, {"--text", parse_text}};
-enum { OPTION_TEXTS = sizeof option_texts / sizeof option_texts[0] };
-
-/* Parses the option at argv[*i] and its value, which is "=value" or the next argument. */
-static int parse_option(options *o, int argc, char **argv, int *i)
-{
-    const char *const name = argv[*i], *const equals = strchr(name, '=');
-    const size_t size = equals ? (size_t)(equals - name) : strlen(name);
-    const option_number *number = NULL;
-    const option_text *text = NULL;
-    for (int k = 0; k < OPTION_NUMBERS && !number; k++)
-        if (strlen(option_numbers[k].name) == size && memcmp(option_numbers[k].name, name, size) == 0)
-            number = &option_numbers[k];
-    for (int k = 0; k < OPTION_TEXTS && !text; k++)
-        if (strlen(option_texts[k].name) == size && memcmp(option_texts[k].name, name, size) == 0)
-            text = &option_texts[k];
-    if (!number && !text)
-        return refuse("unknown option %s (see --help)", name);
-    if (!equals && *i + 1 == argc)
-        return refuse("%s needs a value", name);
+    char *const name = argv[*i], *const equals = strchr(name, '=');
+    const option_number *number = option_numbers;
+    if (equals)
+        *equals = '\0';
+    while (number < option_numbers + OPTION_NUMBERS && strcmp(number->name, name) != 0)
+        number++;
+    const bool is_number = number < option_numbers + OPTION_NUMBERS, device = strcmp(name, "--device") == 0;
+    const bool disk_file = strcmp(name, "--disk-file") == 0, text = strcmp(name, "--text") == 0;
+    if (!is_number && !device && !disk_file && !text)
+        kv_die("unknown option %s (see --help)", name);
     const char *const value = equals ? equals + 1 : argv[++*i];
-    return number ? parse_number(o, number, value) : text->parse(o, value);
+    if (!value)
+        kv_die("%s needs a value", name);
+    if (device && strcmp(value, "cpu") != 0 && strcmp(value, "cuda") != 0)
+        kv_die("--device is '%s', neither cpu nor cuda", value);
+    if (disk_file && !*value)
+        kv_die("--disk-file is empty");
+    if (is_number)
+        set_number(o, number, value);
+    else if (text)
+        o->texts[o->text_count++] = value;
+    else
+        *(device ? &o->device : &o->disk_file) = value;
 }
 
-static int check_tiers(const options *o)
+static void check_options(const options *o)
 {
     const struct {
         const char *name;
         uint64_t slots;
-    } tiers[] = {{"--host-slots", o->host_slots}, {"--disk-slots", o->disk_slots}};
-    for (int i = 0; i < 2; i++) {
+    } tiers[] = {{"--slots", o->slots}, {"--host-slots", o->host_slots}, {"--disk-slots", o->disk_slots}};
+    if (!o->trace && !o->text_count)
+        kv_die("no TRACE and no --text to replay (see --help)");
+    if (o->kv_bytes % 2)
+        kv_die("--kv-bytes is %" PRIu64 ", which K and V cannot share equally", o->kv_bytes);
+    for (int i = 0; i < 3; i++) {
         const uint64_t slots = tiers[i].slots;
         if (slots && slots < o->page)
-            return refuse("%s %" PRIu64 " holds no page of %" PRIu64 " tokens", tiers[i].name, slots, o->page);
+            kv_die("%s %" PRIu64 " holds no page of %" PRIu64 " tokens", tiers[i].name, slots, o->page);
         if (slots && !o->slots)
-            return refuse("%s %" PRIu64 " without --slots: a cache with room for all sends nothing there",
-                          tiers[i].name, slots);
+            kv_die("%s %" PRIu64 " without --slots: a cache with room for all sends nothing there", tiers[i].name,
+                   slots);
     }
     if (o->disk_file && !o->disk_slots)
-        return refuse("--disk-file %s without --disk-slots", o->disk_file);
-    return 0;
+        kv_die("--disk-file %s without --disk-slots", o->disk_file);
 }
 
-static int parse_options(options *o, int argc, char **argv)
+static void parse_options(options *o, int argc, char **argv)
 {
+    o->texts = (const char **)kv_allocate((size_t)argc, sizeof *o->texts);
     for (int k = 0; k < OPTION_NUMBERS; k++)
         memcpy((char *)o + option_numbers[k].offset, &option_numbers[k].preset, sizeof option_numbers[k].preset);
     for (int i = 1; i < argc; i++) {
-        if (argv[i][0] == '-' && argv[i][1] != '\0') {
-            const int status = parse_option(o, argc, argv, &i);
-            if (status)
-                return status;
-        } else if (o->trace) {
-            return refuse("more than one trace: %s and %s", o->trace, argv[i]);
-        } else {
+        if (argv[i][0] == '-' && argv[i][1] != '\0')
+            set_option(o, argv, &i);
+        else if (o->trace)
+            kv_die("more than one trace: %s and %s", o->trace, argv[i]);
+        else
             o->trace = argv[i];
-        }
     }
-    if (!o->trace && !o->text_count)
-        return refuse("no TRACE and no --text to replay (see --help)");
-    if (o->kv_bytes % 2)
-        return refuse("--kv-bytes is %" PRIu64 ", which K and V cannot share equally", o->kv_bytes);
-    if (o->slots && o->slots < o->page)
-        return refuse("--slots %" PRIu64 " holds no page of %" PRIu64 " tokens", o->slots, o->page);
-    return check_tiers(o);
+    check_options(o);
 }
 
 /* ---- state ------------------------------------------------------------------------------------------------------- */
@@ -247,11 +193,6 @@ typedef struct prompt {
     const int64_t *ids;  /* of a trace: the block ids */
     unsigned char *text; /* of a text file: the tokens; else NULL */
 } prompt;
-
-/* The cache in the device's memory: [layer][K or V][slot][row] */
-typedef struct cache {
-    size_t slots, row_bytes, page_count, bytes;
-} cache;
 
 /* A request between its admission and its end. Later requests reuse the arrays. */
 typedef struct active {
@@ -268,6 +209,7 @@ typedef struct totals {
     uint64_t requests, tokens, matched, evicted_pages, evictions;
     uint64_t matched_in[KV_RADIX_TIERS]; /* tokens */
     uint64_t stored_bytes, gathered_bytes, verified_rows, mismatched_rows;
+    uint32_t rejected;        /* slots outside the cache: 0 unless there is a bug */
     double prefix, tree, all; /* seconds; kv_device has those of the device */
 } totals;
 
@@ -275,17 +217,16 @@ typedef struct replay {
     options o;
     kv_trace trace;
     prompt *prompts;
-    size_t prompt_count;
-    cache cache;
+    size_t prompt_count, replayed; /* all; the first ones, which are replayed */
+    size_t page, slots, row_bytes; /* of the cache: [layer][K or V][slot][row] */
+    uint64_t cache_bytes;
     kv_device device;
     kv_radix tree;
     kv_tiers tiers;
     active *running; /* a ring of o.running */
     size_t oldest, running_count;
     unsigned char *expected; /* K rows, or V rows, of one batch */
-    uint32_t rejected;       /* slots outside the cache: 0 unless there is a bug */
     totals t;
-    double next_progress; /* time of the next progress line; 0: stderr is no terminal */
 } replay;
 
 /* ---- requests ---------------------------------------------------------------------------------------------------- */
@@ -336,73 +277,36 @@ static void make_rows(unsigned char *rows, size_t row_bytes, const uint64_t *cha
 
 static void print_place(const char *file, size_t line)
 {
-    fprintf(stderr, "%s:", file);
-    if (line)
-        fprintf(stderr, "%zu:", line);
-    fputc(' ', stderr);
+    fprintf(stderr, line ? "%s:%zu: " : "%s: ", file, line);
 }
 
-static int read_trace(kv_trace *trace, const char *path)
+static void refuse_file(const char *file, size_t line, const char *why)
 {
-    if (kv_trace_read(trace, path))
-        return 0;
-    print_place(path, trace->error_line);
-    fprintf(stderr, "%s\n", trace->error);
-    return EXIT_REFUSED;
+    print_place(file, line);
+    fprintf(stderr, "%s\n", why);
+    exit(KV_EXIT_REFUSED);
 }
 
-static int refuse_text(const char *path, const char *what)
+static void read_prompts(replay *r)
 {
-    fprintf(stderr, "%s: %s\n", path, what);
-    return EXIT_REFUSED;
-}
-
-static int read_text(prompt *p, const char *path)
-{
-    size_t capacity = 0, got = 0;
-    FILE *const file = fopen(path, "rb");
-    p->file = path;
-    if (!file)
-        return refuse_text(path, strerror(errno));
-    do {
-        unsigned char *const bigger = (unsigned char *)realloc(p->text, capacity = capacity * 2 + 4096);
-        if (!bigger) {
-            fclose(file);
-            return refuse_text(path, "out of memory");
-        }
-        p->text = bigger;
-        got = fread(p->text + p->tokens, 1, capacity - p->tokens, file);
-        p->tokens += got;
-    } while (p->tokens == capacity);
-    const int error = ferror(file) ? errno : 0;
-    fclose(file);
-    if (error)
-        return refuse_text(path, strerror(error));
-    return p->tokens ? 0 : refuse_text(path, "empty: a request has at least one token");
-}
-
-static int read_prompts(replay *r)
-{
-    const int status = r->o.trace ? read_trace(&r->trace, r->o.trace) : 0;
-    if (status)
-        return status;
-    r->prompts = (prompt *)calloc(r->trace.count + r->o.text_count, sizeof *r->prompts);
-    if (!r->prompts)
-        return refuse("out of memory");
+    if (r->o.trace && !kv_trace_read(&r->trace, r->o.trace))
+        refuse_file(r->o.trace, r->trace.error_line, r->trace.error);
+    r->prompts = (prompt *)kv_allocate(r->trace.count + r->o.text_count, sizeof *r->prompts);
     for (size_t i = 0; i < r->trace.count; i++) {
         const kv_trace_request *const from = &r->trace.requests[i];
-        prompt *const p = &r->prompts[r->prompt_count++];
-        p->file = r->o.trace;
-        p->line = from->line;
-        p->tokens = (size_t)from->input_length;
-        p->ids = r->trace.ids + from->first_id;
+        r->prompts[r->prompt_count++] = (prompt){.file = r->o.trace,
+                                                 .line = from->line,
+                                                 .tokens = (size_t)from->input_length,
+                                                 .ids = r->trace.ids + from->first_id};
     }
     for (size_t i = 0; i < r->o.text_count; i++) {
-        const int text_status = read_text(&r->prompts[r->prompt_count++], r->o.texts[i]);
-        if (text_status)
-            return text_status;
+        prompt p = {.file = r->o.texts[i]};
+        p.text = (unsigned char *)kv_trace_load(&r->trace, p.file, &p.tokens);
+        if (!p.text || !p.tokens)
+            refuse_file(p.file, 0, p.text ? "empty: a request has at least one token" : r->trace.error);
+        r->prompts[r->prompt_count++] = p;
     }
-    return 0;
+    r->replayed = r->o.requests && r->o.requests < r->prompt_count ? (size_t)r->o.requests : r->prompt_count;
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
@@ -410,79 +314,65 @@ static int read_prompts(replay *r)
 /* The last page may be partial. */
 static size_t pages_of(const replay *r, const prompt *p)
 {
-    return (p->tokens - 1) / r->o.page + 1;
+    return (p->tokens - 1) / r->page + 1;
 }
 
-static size_t replayed(const replay *r)
+static void free_run(active *run)
 {
-    return r->o.requests && r->o.requests < r->prompt_count ? (size_t)r->o.requests : r->prompt_count;
+    free(run->tokens);
+    free(run->chain);
+    free(run->pages);
 }
 
-typedef struct block { /* of a trace; blocks with different histories are different */
-    uint64_t history;  /* hash of all ids up to this one; 0: the entry is free */
-    size_t tokens;     /* the most tokens that any request has in the block */
-} block;
-
-/* Counts the pages that the requests leave in the tree if none is ever evicted: those that end in each distinct block.
-   `blocks` is a hash table of mask + 1 entries. */
-static uint64_t count_tree_pages(const replay *r, block *blocks, size_t mask)
+static void reserve_run(active *run, size_t tokens)
 {
-    uint64_t pages = 0;
-    for (size_t i = 0; i < replayed(r); i++) {
-        const prompt *const p = &r->prompts[i];
-        uint64_t history = 0;
-        pages += p->text ? p->tokens / r->o.page : 0;
-        for (size_t begin = 0; !p->text && begin < p->tokens; begin += KV_TRACE_BLOCK) {
-            const size_t tokens = p->tokens - begin < KV_TRACE_BLOCK ? p->tokens - begin : KV_TRACE_BLOCK;
-            history = mix64(history + (uint64_t)p->ids[begin / KV_TRACE_BLOCK] + 1) | 1;
-            size_t at = (size_t)history & mask;
-            while (blocks[at].history && blocks[at].history != history)
-                at = (at + 1) & mask;
-            blocks[at].history = history;
-            if (blocks[at].tokens < tokens) {
-                pages += (begin + tokens) / r->o.page - (begin + blocks[at].tokens) / r->o.page;
-                blocks[at].tokens = tokens;
-            }
-        }
-    }
-    return pages;
+    if (tokens <= run->capacity)
+        return;
+    free_run(run);
+    run->tokens = (int32_t *)kv_allocate(tokens, sizeof *run->tokens);
+    run->chain = (uint64_t *)kv_allocate(tokens, sizeof *run->chain);
+    run->pages = (int32_t *)kv_allocate(tokens, sizeof *run->pages);
+    run->capacity = tokens;
 }
 
-/* Counts the pages of a cache that never evicts: those of the tree, a partial page for each running request, and the
-   pages that requests that run at the same time hold twice. */
-static int count_pages(const replay *r, uint64_t *pages)
+/* Counts the pages of a cache that never evicts: those that the requests leave in the tree, a partial page for each
+   running request, and the pages that requests that run at the same time hold twice. */
+static uint64_t count_pages(const replay *r)
 {
-    size_t mask = 1023;
-    uint64_t longest = 0, all = 0;
-    while (mask / 2 < r->trace.id_count)
-        mask = mask * 2 + 1;
-    for (size_t i = 0; i < replayed(r); i++) {
-        const uint64_t own = pages_of(r, &r->prompts[i]);
+    uint64_t pages = 0, longest = 0, all = 0;
+    active run = {0};
+    kv_radix tree;
+    kv_radix_init(&tree, r->page, 2 * r->replayed);
+    for (const prompt *p = r->prompts; p < r->prompts + r->replayed; p++) {
+        const size_t own = pages_of(r, p), whole = p->tokens / r->page;
+        size_t in_tier[KV_RADIX_TIERS];
+        reserve_run(&run, p->tokens);
+        make_tokens(p, r->o.seed, run.tokens);
+        memset(run.pages, 0, own * sizeof *run.pages); /* the tree copies these numbers */
+        kv_radix_node *const node = kv_radix_match(&tree, run.tokens, p->tokens, run.pages, in_tier);
+        pages += whole - in_tier[0];
+        kv_radix_lock(node);
+        kv_radix_insert(&tree, node, run.tokens + in_tier[0] * r->page, run.pages, whole - in_tier[0], in_tier);
+        kv_radix_unlock(&tree, node);
         longest = own > longest ? own : longest;
         all += own;
     }
-    block *const blocks = (block *)calloc(mask + 1, sizeof *blocks);
-    if (!blocks)
-        return refuse("out of memory");
-    *pages = count_tree_pages(r, blocks, mask) + r->o.running + (r->o.running - 1) * longest;
-    *pages = *pages < all ? *pages : all;
-    free(blocks);
-    return 0;
+    kv_radix_free(&tree);
+    free_run(&run);
+    pages += r->o.running + (r->o.running - 1) * longest;
+    return pages < all ? pages : all;
 }
 
-static int check_fits(const replay *r, uint64_t page_count)
+static void check_fits(const replay *r, uint64_t page_count)
 {
-    for (size_t i = 0; i < replayed(r); i++) {
-        const prompt *const p = &r->prompts[i];
+    for (const prompt *p = r->prompts; p < r->prompts + r->replayed; p++) {
         if (pages_of(r, p) <= page_count)
             continue;
         print_place(p->file, p->line);
-        fprintf(stderr,
-                "the request needs %" PRIu64 " slots (%zu tokens in pages of %" PRIu64 "), the cache has %" PRIu64 "\n",
-                pages_of(r, p) * r->o.page, p->tokens, r->o.page, page_count * r->o.page);
-        return EXIT_REFUSED;
+        fprintf(stderr, "the request needs %zu slots (%zu tokens in pages of %zu), the cache has %" PRIu64 "\n",
+                pages_of(r, p) * r->page, p->tokens, r->page, page_count * r->page);
+        exit(KV_EXIT_REFUSED);
     }
-    return 0;
 }
 
 /* malloc cannot tell: systems promise more memory than they have, and kill the program that uses it. Leaves an eighth
@@ -499,119 +389,86 @@ static void fit_rows(replay *r, uint64_t slots)
 {
     options *const o = &r->o;
     const uint64_t usual = o->kv_bytes;
+    const char *const memory = r->device.gpu ? "GPU" : "machine";
     while (!o->kv_bytes_given && o->kv_bytes > 2 && !slots_fit(r, slots))
         o->kv_bytes /= 2;
-    if (o->kv_bytes != usual && slots_fit(r, slots))
+    if (!slots_fit(r, slots))
+        kv_die("%" PRIu64 " slots of %" PRIu64 " bytes are more than this %s's memory: set --slots or a smaller "
+               "--kv-bytes",
+               slots, o->layers * o->kv_bytes, memory);
+    if (o->kv_bytes != usual)
         fprintf(stderr,
                 "02_kv_replay: %" PRIu64 " slots of %" PRIu64 " bytes in each layer are more than this %s's memory: "
                 "replaying with %" PRIu64 "\n",
-                slots, usual, r->device.kind->gpu ? "GPU" : "machine", o->kv_bytes);
+                slots, usual, memory, o->kv_bytes);
 }
 
-static int make_cache(replay *r)
+static void make_cache(replay *r)
 {
-    cache *const c = &r->cache;
-    uint64_t pages = r->o.slots / r->o.page;
-    int status = pages ? 0 : count_pages(r, &pages);
-    if (status || (status = check_fits(r, pages)) != 0)
-        return status;
-    if (pages > SLOTS_MAX / r->o.page)
-        return refuse("all tokens need %" PRIu64 " pages, more slots than an int32 can number: set --slots", pages);
-    const uint64_t slots = pages * r->o.page;
-    fit_rows(r, slots);
-    const uint64_t token_bytes = r->o.layers * r->o.kv_bytes;
-    if (!slots_fit(r, slots))
-        return refuse("%" PRIu64 " slots of %" PRIu64 " bytes are more than this %s's memory: set --slots or a smaller "
-                      "--kv-bytes",
-                      slots, token_bytes, r->device.kind->gpu ? "GPU" : "machine");
-    c->slots = (size_t)slots;
-    c->page_count = (size_t)pages;
-    c->row_bytes = (size_t)r->o.kv_bytes / 2;
-    c->bytes = (size_t)(slots * token_bytes);
-    if (!kv_device_allocate(&r->device, c->bytes, c->row_bytes))
-        return refuse("no memory for %" PRIu64 " slots of %" PRIu64 " bytes (%s): set --slots or a smaller --kv-bytes",
-                      slots, token_bytes, r->device.error);
-    return 0;
+    const uint64_t pages = r->o.slots ? r->o.slots / r->page : count_pages(r);
+    check_fits(r, pages);
+    if (pages > SLOTS_MAX / r->page)
+        kv_die("all tokens need %" PRIu64 " pages, more slots than an int32 can number: set --slots", pages);
+    fit_rows(r, pages * r->page);
+    r->slots = (size_t)pages * r->page;
+    r->row_bytes = (size_t)r->o.kv_bytes / 2;
+    r->cache_bytes = r->slots * r->o.layers * r->o.kv_bytes;
+    kv_device_allocate(&r->device, (size_t)r->cache_bytes, r->row_bytes);
 }
 
-static int make_tiers(replay *r)
+static void make_tiers(replay *r)
 {
     kv_tiers *const t = &r->tiers;
-    const size_t page = (size_t)r->o.page;
-    const kv_tiers_desc desc = {
-        .device = &r->device,
-        .tree = &r->tree,
-        .cache_pages = r->cache.page_count,
-        .host_pages = (size_t)r->o.host_slots / page,
-        .disk_pages = (size_t)r->o.disk_slots / page,
-        .tables = 2 * (size_t)r->o.layers,
-        .piece_bytes = page * r->cache.row_bytes,
-        .disk_path = r->o.disk_file,
-    };
-    if (!kv_tiers_open(t, &desc))
-        return refuse("%s", t->error);
-    const size_t pages = t->tier[KV_HOST].pool.page_count;
-    const uint64_t all = kv_cpu_memory(), beside = r->device.kind->gpu ? 0 : r->cache.bytes;
+    const size_t all = (size_t)kv_cpu_memory();
+    t->device = &r->device;
+    t->tree = &r->tree;
+    t->capacity[KV_CACHE] = r->slots / r->page;
+    t->capacity[KV_HOST] = (size_t)r->o.host_slots / r->page;
+    t->capacity[KV_DISK] = (size_t)r->o.disk_slots / r->page;
+    t->tables = 2 * (size_t)r->o.layers;
+    t->piece_bytes = r->page * r->row_bytes;
+    kv_tiers_open(t, r->o.disk_file);
+
+    const size_t pages = t->pool[KV_HOST].page_count;
+    const double bytes = (double)pages * (double)t->page_stride, beside = r->device.gpu ? 0 : (double)r->cache_bytes;
     if (pages > INT32_MAX)
-        return refuse("--host-slots %" PRIu64 " are %zu pages, more than an int32 can number", r->o.host_slots, pages);
-    if (all && (double)pages * (double)t->page_stride > (double)(all - all / 8) - (double)beside)
-        return refuse("--host-slots %" PRIu64 " need %.3f GB, and this machine has %.3f GB%s", r->o.host_slots,
-                      1e-9 * (double)pages * (double)t->page_stride, 1e-9 * (double)all,
-                      beside ? ", cache included" : "");
-    if (pages && !kv_device_allocate_host(&r->device, kv_tiers_host_bytes(t)))
-        return refuse("no host memory for --host-slots %" PRIu64 " (%s)", r->o.host_slots, r->device.error);
-    return 0;
+        kv_die("--host-slots %" PRIu64 " are %zu pages, more than an int32 can number", r->o.host_slots, pages);
+    if (all && bytes > (double)(all - all / 8) - beside)
+        kv_die("--host-slots %" PRIu64 " need %.3f GB, and this machine has %.3f GB%s", r->o.host_slots, 1e-9 * bytes,
+               1e-9 * (double)all, beside > 0 ? ", cache included" : "");
+    if (pages)
+        r->device.host = (unsigned char *)kv_device_memory(&r->device, pages * t->page_stride, true);
 }
 
-static int make_replay(replay *r)
+static void make_replay(replay *r)
 {
     if (!kv_device_open(&r->device, r->o.device))
-        return refuse("--device %s: %s", r->o.device, r->device.error);
-    int status = read_prompts(r);
-    if (status || (status = make_cache(r)) != 0)
-        return status;
-    r->expected = (unsigned char *)malloc(r->device.batch_rows * r->cache.row_bytes);
-    r->running = (active *)calloc((size_t)r->o.running, sizeof *r->running);
-    if (!r->expected || !r->running || !kv_radix_init(&r->tree, (size_t)r->o.page))
-        return refuse("out of memory");
-    return make_tiers(r);
-}
-
-static void free_replay(replay *r)
-{
-    for (size_t i = 0; r->running && i < r->o.running; i++) {
-        free(r->running[i].tokens);
-        free(r->running[i].chain);
-        free(r->running[i].pages);
-    }
-    for (size_t i = 0; i < r->prompt_count; i++)
-        free(r->prompts[i].text);
-    free(r->running);
-    free(r->expected);
-    kv_tiers_close(&r->tiers);
-    kv_device_close(&r->device);
-    free(r->prompts);
-    kv_radix_free(&r->tree);
-    kv_trace_free(&r->trace);
+        kv_die("--device %s: %s", r->o.device, r->device.name);
+    r->page = (size_t)r->o.page;
+    read_prompts(r);
+    make_cache(r);
+    r->expected = (unsigned char *)kv_allocate(r->device.batch_rows, r->row_bytes);
+    r->running = (active *)kv_allocate((size_t)r->o.running, sizeof *r->running);
+    memset(r->running, 0, (size_t)r->o.running * sizeof *r->running);
+    kv_radix_init(&r->tree, r->page, 2 * r->replayed);
+    make_tiers(r);
 }
 
 /* ---- rows: store, gather, compare -------------------------------------------------------------------------------- */
 
 static kvprim_table cache_table(const replay *r, size_t layer, bool v)
 {
-    const cache *const c = &r->cache;
-    const kvprim_table table = {.data = r->device.cache + (2 * layer + v) * c->slots * c->row_bytes,
-                                .rows = (int64_t)c->slots};
-    return table;
+    return (kvprim_table){.data = r->device.cache + (2 * layer + v) * r->slots * r->row_bytes,
+                          .rows = (int64_t)r->slots};
 }
 
 /* Stores a batch's rows into its slots. */
-static int store_rows(replay *r, kv_batch *b, size_t layer)
+static void store_rows(replay *r, kv_batch *b)
 {
-    const int64_t row_bytes = (int64_t)r->cache.row_bytes, count = (int64_t)b->count;
+    const int64_t row_bytes = (int64_t)r->row_bytes, count = (int64_t)b->count;
     const kvprim_store_desc desc = {
-        .k_cache = cache_table(r, layer, false),
-        .v_cache = cache_table(r, layer, true),
+        .k_cache = cache_table(r, b->layer, false),
+        .v_cache = cache_table(r, b->layer, true),
         .k = {.data = b->device.k, .rows = count},
         .v = {.data = b->device.v, .rows = count},
         .k_bytes = row_bytes,
@@ -623,75 +480,63 @@ static int store_rows(replay *r, kv_batch *b, size_t layer)
     };
 #if defined(KV_REPLAY_CORRUPT) /* for the test that a wrong byte is found */
     if (r->t.stored_bytes == 0)
-        b->host.v[(b->count - 1) * r->cache.row_bytes] ^= 1;
+        b->host.v[(b->count - 1) * r->row_bytes] ^= 1;
 #endif
-    r->t.stored_bytes += 2 * b->count * r->cache.row_bytes;
-    return kv_device_store(&r->device, b, &desc) ? 0 : refuse("%s", r->device.error);
-}
-
-static kvprim_gather_desc gather_desc(const replay *r, const kv_batch *b, size_t layer, bool v)
-{
-    const kvprim_gather_desc desc = {
-        .dst = {.data = v ? b->device.v : b->device.k, .rows = (int64_t)b->count},
-        .src = cache_table(r, layer, v),
-        .row_bytes = (int64_t)r->cache.row_bytes,
-        .index = b->device.slots,
-        .index_type = KVPRIM_I32,
-        .count = (int64_t)b->count,
-        .rejected = r->device.rejected,
-    };
-    return desc;
+    r->t.stored_bytes += 2 * b->count * r->row_bytes;
+    kv_device_move(&r->device, b, &desc, NULL);
 }
 
 /* Gathers the rows in a batch's slots into the batch. */
-static int gather_rows(replay *r, kv_batch *b, size_t layer)
+static void gather_rows(replay *r, kv_batch *b)
 {
-    const kvprim_gather_desc k = gather_desc(r, b, layer, false), v = gather_desc(r, b, layer, true);
-    r->t.gathered_bytes += 2 * b->count * r->cache.row_bytes;
-    return kv_device_gather(&r->device, b, &k, &v) ? 0 : refuse("%s", r->device.error);
+    kvprim_gather_desc desc[2];
+    for (int v = 0; v < 2; v++)
+        desc[v] = (kvprim_gather_desc){
+            .dst = {.data = v ? b->device.v : b->device.k, .rows = (int64_t)b->count},
+            .src = cache_table(r, b->layer, v),
+            .row_bytes = (int64_t)r->row_bytes,
+            .index = b->device.slots,
+            .index_type = KVPRIM_I32,
+            .count = (int64_t)b->count,
+            .rejected = r->device.rejected,
+        };
+    r->t.gathered_bytes += 2 * b->count * r->row_bytes;
+    kv_device_move(&r->device, b, NULL, desc);
 }
 
-static void show_mismatch(replay *r, const active *run, size_t token, size_t layer, bool v, int32_t slot,
-                          const unsigned char *got, const unsigned char *expected)
+static void show_mismatch(const active *run, const kv_batch *b, size_t row, bool v, const unsigned char *got,
+                          const unsigned char *expected)
 {
     size_t byte = 0;
-    if (++r->t.mismatched_rows > SHOWN_MAX)
-        return;
     while (got[byte] == expected[byte])
         byte++;
     print_place(run->prompt->file, run->prompt->line);
-    fprintf(stderr, "token %zu, layer %zu, %c row in slot %" PRId32 ": byte %zu is 0x%02x, expected 0x%02x\n", token,
-            layer, v ? 'V' : 'K', slot, byte, got[byte], expected[byte]);
+    fprintf(stderr, "token %zu, layer %zu, %c row in slot %" PRId32 ": byte %zu is 0x%02x, expected 0x%02x\n",
+            b->first + row, b->layer, v ? 'V' : 'K', b->host.slots[row], byte, got[byte], expected[byte]);
 }
 
 /* Compares a batch's K rows, or V rows, with those in r->expected. */
 static void compare_rows(replay *r, const active *run, const kv_batch *b, bool v)
 {
-    const size_t row_bytes = r->cache.row_bytes;
     const unsigned char *got = v ? b->host.v : b->host.k, *expected = r->expected;
     r->t.verified_rows += b->count;
-    if (memcmp(got, expected, b->count * row_bytes) == 0)
+    if (memcmp(got, expected, b->count * r->row_bytes) == 0)
         return;
-    for (size_t i = 0; i < b->count; i++, got += row_bytes, expected += row_bytes)
-        if (memcmp(got, expected, row_bytes) != 0)
-            show_mismatch(r, run, b->first + i, b->layer, v, b->host.slots[i], got, expected);
+    for (size_t i = 0; i < b->count; i++, got += r->row_bytes, expected += r->row_bytes)
+        if (memcmp(got, expected, r->row_bytes) != 0 && ++r->t.mismatched_rows <= SHOWN_MAX)
+            show_mismatch(run, b, i, v, got, expected);
 }
 
 /* Waits for a batch of this run, and compares its rows if it gathered any. */
-static int finish_batch(replay *r, const active *run, kv_batch *b)
+static void finish_batch(replay *r, const active *run, kv_batch *b)
 {
-    const size_t row_bytes = r->cache.row_bytes;
-    const bool compare = b->gathered && r->o.verify;
-    for (int v = 0; v < 2 && compare; v++) {
-        make_rows(r->expected, row_bytes, run->chain + b->first, b->count, b->layer, v);
-        if (v == 0 && !kv_device_wait(&r->device, b)) /* as late as possible: the device works meanwhile */
-            return refuse("%s", r->device.error);
+    for (int v = 0; v < 2 && b->gathered && r->o.verify; v++) {
+        make_rows(r->expected, r->row_bytes, run->chain + b->first, b->count, b->layer, v);
+        kv_device_wait(&r->device, b); /* as late as possible: the device works meanwhile */
         compare_rows(r, run, b, v);
     }
-    if (!kv_device_wait(&r->device, b))
-        return refuse("%s", r->device.error);
+    kv_device_wait(&r->device, b);
     b->gathered = false;
-    return 0;
 }
 
 /* Writes the slots of the run's tokens first to first + count - 1. */
@@ -706,158 +551,100 @@ static void make_slots(const active *run, size_t page, size_t first, size_t coun
     }
 }
 
-/* Takes the next batch, finishes its last use, and writes the slots of tokens first to first + count - 1 into it. */
-static int start_batch(replay *r, const active *run, size_t first, size_t count, size_t layer, kv_batch **batch)
-{
-    kv_batch *const b = kv_device_next(&r->device);
-    const int status = finish_batch(r, run, b);
-    if (status)
-        return status;
-    kv_device_layout(&r->device, b, count);
-    b->first = first;
-    b->layer = layer;
-    make_slots(run, (size_t)r->o.page, first, count, b->host.slots);
-    *batch = b;
-    return 0;
-}
-
-static int store_prompt(replay *r, const active *run)
-{
-    const size_t tokens = run->prompt->tokens, most = r->device.batch_rows, row_bytes = r->cache.row_bytes;
-    for (size_t first = run->matched_pages * (size_t)r->o.page, count; first < tokens; first += count) {
-        count = tokens - first < most ? tokens - first : most;
-        for (size_t layer = 0; layer < r->o.layers; layer++) {
-            kv_batch *b;
-            int status = start_batch(r, run, first, count, layer, &b);
-            if (status)
-                return status;
-            make_rows(b->host.k, row_bytes, run->chain + first, count, layer, false);
-            make_rows(b->host.v, row_bytes, run->chain + first, count, layer, true);
-            if ((status = store_rows(r, b, layer)) != 0)
-                return status;
-        }
-    }
-    return 0;
-}
-
-static int gather_prompt(replay *r, const active *run)
+/* Stores the rows of the prompt's tokens from `first` on, or gathers them, a batch at a time. */
+static void move_prompt(replay *r, const active *run, size_t first, bool store)
 {
     const size_t tokens = run->prompt->tokens, most = r->device.batch_rows;
-    int status = 0;
-    for (size_t first = 0, count; first < tokens; first += count) {
+    for (size_t count; first < tokens; first += count) {
         count = tokens - first < most ? tokens - first : most;
         for (size_t layer = 0; layer < r->o.layers; layer++) {
-            kv_batch *b;
-            if ((status = start_batch(r, run, first, count, layer, &b)) != 0 ||
-                (status = gather_rows(r, b, layer)) != 0)
-                return status;
+            kv_batch *const b = kv_device_next(&r->device);
+            finish_batch(r, run, b); /* its last use */
+            kv_device_layout(&r->device, b, count);
+            b->first = first;
+            b->layer = layer;
+            make_slots(run, r->page, first, count, b->host.slots);
+            if (store) {
+                make_rows(b->host.k, r->row_bytes, run->chain + first, count, layer, false);
+                make_rows(b->host.v, r->row_bytes, run->chain + first, count, layer, true);
+                store_rows(r, b);
+            } else {
+                gather_rows(r, b);
+            }
         }
     }
-    for (size_t i = 0; i < r->device.kind->batches && !status; i++)
-        status = finish_batch(r, run, kv_device_next(&r->device));
-    return status;
+    for (size_t i = 0; i < r->device.kind->batches && !store; i++)
+        finish_batch(r, run, kv_device_next(&r->device));
 }
 
 /* ---- admitting and finishing requests ---------------------------------------------------------------------------- */
 
 /* Ends the oldest running request, after gathering its rows, which later requests must not have changed. */
-static int finish_oldest(replay *r)
+static void finish_oldest(replay *r)
 {
     active *const run = &r->running[r->oldest];
-    const size_t page = (size_t)r->o.page, matched = run->matched_pages, whole = run->prompt->tokens / page;
-    const int status = gather_prompt(r, run);
-    if (status)
-        return status;
+    const size_t matched = run->matched_pages, whole = run->prompt->tokens / r->page;
+    move_prompt(r, run, 0, false);
     r->oldest = (r->oldest + 1) % (size_t)r->o.running;
     r->running_count--;
 
     size_t known[KV_RADIX_TIERS];
     int32_t *pages = run->pages + matched;
     const double start = kv_seconds();
-    if (!kv_radix_insert(&r->tree, run->node, run->tokens + matched * page, pages, whole - matched, known))
-        return refuse("out of memory");
+    kv_radix_insert(&r->tree, run->node, run->tokens + matched * r->page, pages, whole - matched, known);
     kv_radix_unlock(&r->tree, run->node);
     r->t.tree += kv_seconds() - start;
     for (int tier = 0; tier < KV_RADIX_TIERS; pages += known[tier++])
-        kv_pool_return(&r->tiers.tier[tier].pool, pages, known[tier]);
-    kv_pool_return(&r->tiers.tier[KV_CACHE].pool, run->pages + whole, pages_of(r, run->prompt) - whole);
+        kv_pool_return(&r->tiers.pool[tier], pages, known[tier]);
+    kv_pool_return(&r->tiers.pool[KV_CACHE], run->pages + whole, pages_of(r, run->prompt) - whole);
 #if defined(KV_REPLAY_CHECK) /* for the tests; slow */
     const char *const broken = kv_radix_check(&r->tree);
     if (broken)
-        return refuse("%s", broken);
+        kv_die("%s", broken);
 #endif
-    return 0;
 }
 
 /* Takes pages of the cache. To make room, others go down a tier or away. If that is not enough, requests end. */
-static int take_pages(replay *r, int32_t *pages, size_t want)
+static void take_pages(replay *r, int32_t *pages, size_t want)
 {
     for (size_t room; (room = kv_tiers_room(&r->tiers, KV_CACHE)) < want;) {
-        if (!kv_tiers_make_room(&r->tiers, KV_CACHE, want))
-            return refuse("%s", r->tiers.error);
+        kv_tiers_make_room(&r->tiers, KV_CACHE, want);
         const size_t got = kv_tiers_room(&r->tiers, KV_CACHE) - room;
         r->t.evicted_pages += got;
         r->t.evictions += got > 0;
         if (got == want - room)
             continue;
         if (r->running_count == 0) /* cannot happen after check_fits */
-            return refuse("%zu pages are missing, and no running request could return any", want - room - got);
-        const int status = finish_oldest(r);
-        if (status)
-            return status;
+            kv_die("%zu pages are missing, and no running request could return any", want - room - got);
+        finish_oldest(r);
     }
-    kv_pool_take(&r->tiers.tier[KV_CACHE].pool, pages, want);
-    return 0;
+    kv_pool_take(&r->tiers.pool[KV_CACHE], pages, want);
 }
 
 /* Brings the matched pages that are not in the cache back to it, a few at a time: up from where they lie, then room in
    the cache, then into it. */
-static int fetch_pages(replay *r, active *run, const size_t in_tier[KV_RADIX_TIERS])
+static void fetch_pages(replay *r, active *run, const size_t in_tier[KV_RADIX_TIERS])
 {
     kv_tiers *const t = &r->tiers;
     int32_t host[KV_CHUNK_PAGES], *pages = run->pages + in_tier[KV_CACHE], *const first = pages;
     for (uint32_t tier = KV_HOST; tier < KV_RADIX_TIERS; tier++) {
         for (size_t left = in_tier[tier], count; left > 0; left -= count, pages += count) {
             count = left < t->chunk ? left : t->chunk;
-            if (!kv_tiers_lift(t, tier, pages, count, host))
-                return refuse("%s", t->error);
-            const int status = take_pages(r, pages, count);
-            if (status)
-                return status;
-            if (!kv_tiers_land(t, host, pages, count))
-                return refuse("%s", t->error);
+            kv_tiers_lift(t, tier, pages, count, host);
+            take_pages(r, pages, count);
+            kv_tiers_land(t, host, pages, count);
         }
     }
     kv_radix_promote(&r->tree, run->node, first, (size_t)(pages - first), NULL);
-    return 0;
-}
-
-static int reserve_run(active *run, size_t tokens)
-{
-    if (tokens <= run->capacity)
-        return 0;
-    free(run->tokens);
-    free(run->chain);
-    free(run->pages);
-    run->tokens = (int32_t *)malloc(tokens * sizeof *run->tokens);
-    run->chain = (uint64_t *)malloc(tokens * sizeof *run->chain);
-    run->pages = (int32_t *)malloc(tokens * sizeof *run->pages);
-    run->capacity = run->tokens && run->chain && run->pages ? tokens : 0;
-    return run->capacity ? 0 : refuse("out of memory");
 }
 
 /* Starts a request: gives the tokens that are not cached slots, and stores their rows. */
-static int admit(replay *r, const prompt *p)
+static void admit(replay *r, const prompt *p)
 {
-    if (r->running_count == r->o.running) {
-        const int status = finish_oldest(r);
-        if (status)
-            return status;
-    }
+    if (r->running_count == r->o.running)
+        finish_oldest(r);
     active *const run = &r->running[(r->oldest + r->running_count) % (size_t)r->o.running];
-    int status = reserve_run(run, p->tokens);
-    if (status)
-        return status;
+    reserve_run(run, p->tokens);
     run->prompt = p;
     make_tokens(p, r->o.seed, run->tokens);
     make_chain(run->tokens, p->tokens, r->o.seed, run->chain);
@@ -865,8 +652,7 @@ static int admit(replay *r, const prompt *p)
     size_t in_tier[KV_RADIX_TIERS];
     const double start = kv_seconds();
     const size_t most = p->tokens - (size_t)r->o.recompute_last;
-    if (!kv_radix_match(&r->tree, run->tokens, most, run->pages, in_tier, &run->node))
-        return refuse("out of memory");
+    run->node = kv_radix_match(&r->tree, run->tokens, most, run->pages, in_tier);
     r->t.prefix += kv_seconds() - start;
     kv_radix_lock(run->node);
     r->t.requests++;
@@ -874,74 +660,57 @@ static int admit(replay *r, const prompt *p)
     run->matched_pages = 0;
     for (int tier = 0; tier < KV_RADIX_TIERS; tier++) {
         run->matched_pages += in_tier[tier];
-        r->t.matched_in[tier] += in_tier[tier] * r->o.page;
+        r->t.matched_in[tier] += in_tier[tier] * r->page;
     }
-    r->t.matched += run->matched_pages * r->o.page;
+    r->t.matched += run->matched_pages * r->page;
 
-    if ((status = fetch_pages(r, run, in_tier)) != 0)
-        return status;
-    status = take_pages(r, run->pages + run->matched_pages, pages_of(r, p) - run->matched_pages);
-    if (!status)
-        status = store_prompt(r, run);
+    fetch_pages(r, run, in_tier);
+    take_pages(r, run->pages + run->matched_pages, pages_of(r, p) - run->matched_pages);
+    move_prompt(r, run, run->matched_pages * r->page, true);
     r->running_count++;
-    return status;
 }
 
-static void show_progress(replay *r, size_t done)
+static void replay_all(replay *r)
 {
-    const double now = kv_seconds();
-    if (r->next_progress <= 0 || now < r->next_progress)
-        return;
-    r->next_progress = now + 0.25;
-    fprintf(stderr, "\r%zu of %zu requests, %.1f M tokens, %.1f %% matched ", done, replayed(r),
-            (double)r->t.tokens / 1e6, 100.0 * (double)r->t.matched / (double)(r->t.tokens ? r->t.tokens : 1));
-    fflush(stderr);
-}
-
-static int replay_all(replay *r)
-{
-#if defined(_WIN32)
-    const bool terminal = _isatty(_fileno(stderr)) != 0;
-#else
-    const bool terminal = isatty(fileno(stderr)) != 0;
-#endif
     const double start = kv_seconds();
-    int status = 0;
-    r->next_progress = terminal ? start : 0;
-    for (size_t i = 0; i < replayed(r) && !status; i++) {
-        status = admit(r, &r->prompts[i]);
-        show_progress(r, i);
-    }
-    while (r->running_count && !status)
-        status = finish_oldest(r);
-    if (!status && !kv_device_rejected(&r->device, &r->rejected))
-        status = refuse("%s", r->device.error);
+    for (size_t i = 0; i < r->replayed; i++)
+        admit(r, &r->prompts[i]);
+    while (r->running_count)
+        finish_oldest(r);
+    r->t.rejected = kv_device_rejected(&r->device);
     r->t.all = kv_seconds() - start;
-    if (terminal)
-        fprintf(stderr, "\r%79s\r", "");
-    return status;
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
-static void print_count(const char *label, uint64_t count)
+/* Prints a line of the table: a count with commas, and after it what the format says. */
+static void print_count(const char *label, uint64_t count, const char *format, ...)
 {
-    char digits[32], grouped[48];
+    char digits[32];
     const int size = snprintf(digits, sizeof digits, "%" PRIu64, count);
-    int at = 0;
-    for (int i = 0; i < size; i++) {
-        if (i && (size - i) % 3 == 0)
-            grouped[at++] = ',';
-        grouped[at++] = digits[i];
-    }
-    grouped[at] = '\0';
-    printf("%-18s %18s", label, grouped);
+    va_list arguments;
+    printf("%-18s %*s", label, 18 - size - (size - 1) / 3, "");
+    for (int i = 0; i < size; i++)
+        printf(i && (size - i) % 3 == 0 ? ",%c" : "%c", digits[i]);
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    putchar('\n');
 }
 
-static void print_bytes(const char *label, uint64_t bytes, double time)
+static double percent(uint64_t part, uint64_t all)
 {
-    print_count(label, bytes);
-    printf("   %.2f GB/s\n", time > 0 ? 1e-9 * (double)bytes / time : 0);
+    return 100.0 * (double)part / (double)all;
+}
+
+static double gbs(uint64_t bytes, double seconds)
+{
+    return seconds > 0 ? 1e-9 * (double)bytes / seconds : 0;
+}
+
+static void print_traffic(const char *label, kv_traffic traffic)
+{
+    print_count(label, traffic.bytes, "   %.2f GB/s in %.3f s", gbs(traffic.bytes, traffic.seconds), traffic.seconds);
 }
 
 static void print_time(const char *label, double time, const char *what)
@@ -949,33 +718,47 @@ static void print_time(const char *label, double time, const char *what)
     printf("%-18s %18.3f s%s\n", label, time, what);
 }
 
-static void print_traffic(const char *label, kv_traffic traffic)
-{
-    print_count(label, traffic.bytes);
-    printf("   %.2f GB/s in %.3f s\n", traffic.seconds > 0 ? 1e-9 * (double)traffic.bytes / traffic.seconds : 0,
-           traffic.seconds);
-}
-
 /* What the tiers hold, what of the prompts was in each, and what went down and came up. */
 static void print_tiers(const replay *r)
 {
     static const char *const hits[KV_RADIX_TIERS] = {"hits in the cache", "hits in host", "hits on disk"};
     const kv_tiers *const t = &r->tiers;
-    for (int tier = 0; tier < KV_RADIX_TIERS; tier++) {
-        print_count(hits[tier], r->t.matched_in[tier]);
-        printf("   %.2f %% hit rate, room for %zu tokens\n",
-               100.0 * (double)r->t.matched_in[tier] / (double)r->t.tokens, t->tier[tier].capacity * (size_t)r->o.page);
-    }
+    for (int tier = 0; tier < KV_RADIX_TIERS; tier++)
+        print_count(hits[tier], r->t.matched_in[tier], "   %.2f %% hit rate, room for %zu tokens",
+                    percent(r->t.matched_in[tier], r->t.tokens), t->capacity[tier] * r->page);
     print_traffic("bytes to host", t->to_host);
     print_traffic("bytes from host", t->from_host);
     print_traffic("bytes to disk", t->to_disk);
     print_traffic("bytes from disk", t->from_disk);
-    print_count("pages dropped", t->dropped);
-    printf("   %s\n", t->disk.path[0] ? "from disk" : "from host");
-    if (!t->disk.path[0])
-        return;
-    printf("%-18s %18s   %s, pages of %zu bytes take %zu\n", "disk file", t->disk.direct ? "O_DIRECT" : "page cache",
-           t->disk.path, t->tables * t->piece_bytes, t->page_stride);
+    print_count("pages dropped", t->dropped, "   %s", t->disk.path[0] ? "from disk" : "from host");
+    if (t->disk.path[0])
+        printf("%-18s %18s   %s, pages of %zu bytes take %zu\n", "disk file",
+               t->disk.direct ? "O_DIRECT" : "page cache", t->disk.path, t->tables * t->piece_bytes, t->page_stride);
+}
+
+/* On a GPU the times of store, gather and copies are those between its events. They are no part of the total, because
+   the host works meanwhile. */
+static void print_times(const replay *r)
+{
+    const totals *const t = &r->t;
+    const kv_device *const d = &r->device;
+    const kv_tiers *const s = &r->tiers;
+    const bool gpu = d->gpu;
+    const double tree = t->tree + s->tree_seconds, disk = s->to_disk.seconds + s->from_disk.seconds;
+    const double tiers = s->to_host.seconds + s->from_host.seconds + disk;
+    print_time("time in prefix", t->prefix, "");
+    print_time("time in store", d->store, gpu ? "   on the GPU, launches included" : "");
+    print_time("time in gather", d->gather, gpu ? "   on the GPU, launches included" : "");
+    if (gpu) {
+        print_time("time in copies", d->copies, "   on the GPU: slots and rows in, rows out");
+        print_time("time in waiting", d->waiting, "   of the host for the GPU");
+    }
+    print_time("time in tree", tree, "   insert, evict");
+    if (kv_tiers_lower(s))
+        print_time("time in tiers", tiers,
+                   gpu ? "   to and from the GPU and the disk" : "   to and from host and disk");
+    print_time("time in the rest", t->all - t->prefix - tree - (gpu ? d->waiting + disk : d->store + d->gather + tiers),
+               gpu ? "   making tokens and rows, launches, comparing" : "   making tokens and rows, comparing");
 }
 
 static void print_peak_memory(void)
@@ -985,88 +768,51 @@ static void print_peak_memory(void)
     if (getrusage(RUSAGE_SELF, &usage) != 0)
         return;
 #if defined(__APPLE__)
-    const double bytes = (double)usage.ru_maxrss;
+    const double unit = 1e-9;
 #else
-    const double bytes = 1024.0 * (double)usage.ru_maxrss;
+    const double unit = 1024e-9;
 #endif
-    printf("%-18s %18.3f GB resident\n", "peak memory", 1e-9 * bytes);
+    printf("%-18s %18.3f GB resident\n", "peak memory", unit * (double)usage.ru_maxrss);
 #endif
-}
-
-/* On a GPU the times of store, gather and copies are those between its events. They are no part of the total, because
-   the host works meanwhile. */
-static void print_times(const replay *r)
-{
-    const totals *const t = &r->t;
-    const kv_device *const d = &r->device;
-    const bool gpu = d->kind->gpu;
-    print_time("time in prefix", t->prefix, "");
-    print_time("time in store", d->store, gpu ? "   on the GPU, launches included" : "");
-    print_time("time in gather", d->gather, gpu ? "   on the GPU, launches included" : "");
-    if (gpu) {
-        print_time("time in copies", d->copies, "   on the GPU: slots and rows in, rows out");
-        print_time("time in waiting", d->waiting, "   of the host for the GPU");
-    }
-    const kv_tiers *const s = &r->tiers;
-    const double tree = t->tree + s->tree_seconds, disk = s->to_disk.seconds + s->from_disk.seconds;
-    const double tiers = s->to_host.seconds + s->from_host.seconds + disk;
-    print_time("time in tree", tree, "   insert, evict");
-    if (kv_tiers_lower(s))
-        print_time("time in tiers", tiers,
-                   gpu ? "   to and from the GPU and the disk" : "   to and from host and disk");
-    print_time("time in the rest", t->all - t->prefix - tree - (gpu ? d->waiting + disk : d->store + d->gather + tiers),
-               gpu ? "   making tokens and rows, launches, comparing" : "   making tokens and rows, comparing");
 }
 
 static void print_table(const replay *r)
 {
     const totals *const t = &r->t;
-    printf("%-18s %18s%s%s\n", "device", r->device.kind->name, *r->device.name ? "   " : "", r->device.name);
-    print_count("requests", t->requests);
-    printf("   in %.3f s\n", t->all);
-    print_count("tokens", t->tokens);
-    printf("   %.1f M/s\n", t->all > 0 ? 1e-6 * (double)t->tokens / t->all : 0);
-    print_count("tokens matched", t->matched);
-    printf("   %.2f %% hit rate\n", 100.0 * (double)t->matched / (double)t->tokens);
-    print_count("cache slots", r->cache.slots);
-    printf("   %s\n", r->o.slots ? "" : "room for all");
-    print_count("cache bytes", r->cache.bytes);
-    printf("   first touched in %.3f s\n", r->device.touch_seconds);
-    print_count("pages evicted", t->evicted_pages);
-    printf("   in %" PRIu64 " evictions\n", t->evictions);
+    const kv_device *const d = &r->device;
+    printf("%-18s %18s%s%s\n", "device", d->kind->name, *d->name ? "   " : "", d->name);
+    print_count("requests", t->requests, "   in %.3f s", t->all);
+    print_count("tokens", t->tokens, "   %.1f M/s", t->all > 0 ? 1e-6 * (double)t->tokens / t->all : 0);
+    print_count("tokens matched", t->matched, "   %.2f %% hit rate", percent(t->matched, t->tokens));
+    print_count("cache slots", r->slots, "   %s", r->o.slots ? "" : "room for all");
+    print_count("cache bytes", r->cache_bytes, "   first touched in %.3f s", d->touch_seconds);
+    print_count("pages evicted", t->evicted_pages, "   in %" PRIu64 " evictions", t->evictions);
     if (kv_tiers_lower(&r->tiers))
         print_tiers(r);
-    print_bytes("bytes stored", t->stored_bytes, r->device.store);
-    print_bytes("bytes gathered", t->gathered_bytes, r->device.gather);
+    print_count("bytes stored", t->stored_bytes, "   %.2f GB/s", gbs(t->stored_bytes, d->store));
+    print_count("bytes gathered", t->gathered_bytes, "   %.2f GB/s", gbs(t->gathered_bytes, d->gather));
     print_times(r);
-    print_count("rows verified", t->verified_rows);
-    printf("   %s\n", r->o.verify ? "" : "--verify 0");
-    print_count("rows rejected", r->rejected);
-    printf("\n");
-    print_count("mismatches", t->mismatched_rows);
-    printf("\n");
+    print_count("rows verified", t->verified_rows, "   %s", r->o.verify ? "" : "--verify 0");
+    print_count("rows rejected", t->rejected, "");
+    print_count("mismatches", t->mismatched_rows, "");
     print_peak_memory();
     printf("%-18s %18s\n", "prefix compare", kvprim_isa());
 }
 
 int main(int argc, char **argv)
 {
-    replay r = {0};
+    static replay r; /* what it holds is not freed: it is needed to the end */
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             print_help();
             return 0;
         }
     }
-    r.o.texts = (const char **)calloc((size_t)argc + 1, sizeof *r.o.texts);
-    int status = r.o.texts ? parse_options(&r.o, argc, argv) : refuse("out of memory");
-    if (!status && (status = make_replay(&r)) == 0 && (status = replay_all(&r)) == 0) {
-        print_table(&r);
-        status = r.t.mismatched_rows || r.rejected ? EXIT_MISMATCH : 0;
-        if (fflush(stdout) != 0 || ferror(stdout))
-            status = refuse("the table could not be written");
-    }
-    free(r.o.texts);
-    free_replay(&r);
-    return status;
+    parse_options(&r.o, argc, argv);
+    make_replay(&r);
+    replay_all(&r);
+    print_table(&r);
+    if (fflush(stdout) != 0 || ferror(stdout))
+        kv_die("the table could not be written");
+    return r.t.mismatched_rows || r.t.rejected ? EXIT_MISMATCH : 0;
 }

@@ -10,6 +10,7 @@
 #ifndef KV_TRACE_H
 #define KV_TRACE_H
 
+#include <ctype.h>
 #include <errno.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -36,17 +37,7 @@ typedef struct kv_trace { /* zero-initialise */
     char error[96];
 } kv_trace;
 
-/* Adds a file's requests; "-" is standard input. Returns false if it refuses the file, and sets error_line and error;
-   kv_trace_free is still needed. */
-static inline bool kv_trace_read(kv_trace *trace, const char *path);
-
-/* Adds the request in line[0 .. size), which needs no terminator; a blank line adds none. Before line 1 a byte order
-   mark is skipped. Fails as kv_trace_read. */
-static inline bool kv_trace_add_line(kv_trace *trace, const char *line, size_t size, size_t number);
-
-static inline void kv_trace_free(kv_trace *trace);
-
-/* ---- one line ---------------------------------------------------------------------------------------------------- */
+/* ---- JSON -------------------------------------------------------------------------------------------------------- */
 
 typedef struct kv_trace__cursor {
     const char *at, *begin, *end;
@@ -54,10 +45,10 @@ typedef struct kv_trace__cursor {
     size_t error_size;
 } kv_trace__cursor;
 
-/* Returns the byte at the cursor, or -1 at the end. */
+/* Returns the byte at the cursor, or EOF at the end. */
 static inline int kv_trace__peek(const kv_trace__cursor *c)
 {
-    return c->at < c->end ? (unsigned char)*c->at : -1;
+    return c->at < c->end ? (unsigned char)*c->at : EOF;
 }
 
 static inline bool kv_trace__fail(kv_trace__cursor *c, const char *what)
@@ -83,22 +74,28 @@ static inline bool kv_trace__take(kv_trace__cursor *c, char byte)
     return true;
 }
 
-static inline bool kv_trace__is_digit(int byte)
+/* Calls item() for each of the values between two brackets, which commas separate. */
+static inline bool kv_trace__list(kv_trace__cursor *c, bool object, bool (*item)(kv_trace__cursor *c, void *state),
+                                  void *state)
 {
-    return byte >= '0' && byte <= '9';
+    const char close = object ? '}' : ']';
+    if (!kv_trace__take(c, object ? '{' : '['))
+        return kv_trace__fail(c, object ? "expected '{'" : "expected '['");
+    if (kv_trace__take(c, close))
+        return true;
+    do {
+        if (!item(c, state))
+            return false;
+    } while (kv_trace__take(c, ','));
+    return kv_trace__take(c, close) || kv_trace__fail(c, object ? "expected ',' or '}'" : "expected ',' or ']'");
 }
 
-static inline bool kv_trace__is_hex(int byte)
-{
-    return kv_trace__is_digit(byte) || (byte >= 'a' && byte <= 'f') || (byte >= 'A' && byte <= 'F');
-}
-
-/* Reads a string. *text is what lies between the quotes, with escapes as written. */
-static inline bool kv_trace__string(kv_trace__cursor *c, const char **text, size_t *size)
+/* Skips a string. What lies between the quotes, with escapes as written, is then in c->at[-1 - *size .. -1). */
+static inline bool kv_trace__string(kv_trace__cursor *c, size_t *size)
 {
     if (kv_trace__peek(c) != '"')
         return kv_trace__fail(c, "expected a string");
-    *text = ++c->at;
+    const char *const text = ++c->at;
     for (; kv_trace__peek(c) != '"'; c->at++) {
         if (kv_trace__peek(c) < 0x20)
             return kv_trace__fail(c, c->at == c->end ? "the string does not end" : "control character in a string");
@@ -110,107 +107,12 @@ static inline bool kv_trace__string(kv_trace__cursor *c, const char **text, size
             return kv_trace__fail(c, "no such escape");
         for (int i = 0; escape == 'u' && i < 4; i++) {
             c->at++;
-            if (!kv_trace__is_hex(kv_trace__peek(c)))
+            if (!isxdigit(kv_trace__peek(c)))
                 return kv_trace__fail(c, "expected four hex digits");
         }
     }
-    *size = (size_t)(c->at++ - *text);
+    *size = (size_t)(c->at++ - text);
     return true;
-}
-
-static inline bool kv_trace__digits(kv_trace__cursor *c)
-{
-    if (!kv_trace__is_digit(kv_trace__peek(c)))
-        return kv_trace__fail(c, "expected a digit");
-    while (kv_trace__is_digit(kv_trace__peek(c)))
-        c->at++;
-    return true;
-}
-
-static inline bool kv_trace__number(kv_trace__cursor *c)
-{
-    if (kv_trace__peek(c) == '-')
-        c->at++;
-    if (kv_trace__peek(c) == '0')
-        c->at++;
-    else if (!kv_trace__digits(c))
-        return false;
-    if (kv_trace__peek(c) == '.') {
-        c->at++;
-        if (!kv_trace__digits(c))
-            return false;
-    }
-    if (kv_trace__peek(c) != 'e' && kv_trace__peek(c) != 'E')
-        return true;
-    c->at++;
-    if (kv_trace__peek(c) == '+' || kv_trace__peek(c) == '-')
-        c->at++;
-    return kv_trace__digits(c);
-}
-
-static inline bool kv_trace__word(kv_trace__cursor *c, const char *word)
-{
-    const size_t size = strlen(word);
-    if ((size_t)(c->end - c->at) < size || memcmp(c->at, word, size) != 0)
-        return kv_trace__fail(c, "expected a value");
-    c->at += size;
-    return true;
-}
-
-static inline bool kv_trace__skip(kv_trace__cursor *c, int depth);
-
-static inline bool kv_trace__skip_member(kv_trace__cursor *c, int depth)
-{
-    const char *text;
-    size_t size;
-    if (!kv_trace__string(c, &text, &size))
-        return false;
-    return kv_trace__take(c, ':') ? kv_trace__skip(c, depth) : kv_trace__fail(c, "expected ':'");
-}
-
-/* Skips an array or object; the cursor is at its bracket. */
-static inline bool kv_trace__skip_nested(kv_trace__cursor *c, int depth)
-{
-    const bool object = *c->at == '{';
-    const char close = object ? '}' : ']';
-    if (depth == KV_TRACE_DEPTH_MAX)
-        return kv_trace__fail(c, "nested too deep");
-    c->at++;
-    if (kv_trace__take(c, close))
-        return true;
-    do {
-        if (!(object ? kv_trace__skip_member(c, depth + 1) : kv_trace__skip(c, depth + 1)))
-            return false;
-    } while (kv_trace__take(c, ','));
-    kv_trace__space(c);
-    if (kv_trace__peek(c) != close)
-        return kv_trace__fail(c, object ? "expected ',' or '}'" : "expected ',' or ']'");
-    c->at++;
-    return true;
-}
-
-/* Skips any value. */
-static inline bool kv_trace__skip(kv_trace__cursor *c, int depth)
-{
-    const char *text;
-    size_t size;
-    switch (kv_trace__peek(c)) {
-    case '{':
-    case '[':
-        return kv_trace__skip_nested(c, depth);
-    case '"':
-        return kv_trace__string(c, &text, &size);
-    case 't':
-        return kv_trace__word(c, "true");
-    case 'f':
-        return kv_trace__word(c, "false");
-    case 'n':
-        return kv_trace__word(c, "null");
-    default:
-        return kv_trace__peek(c) == '-' || kv_trace__is_digit(kv_trace__peek(c))
-                   ? kv_trace__number(c)
-                   : kv_trace__fail(c, "expected a value");
-    }
 }
 
 /* Reads a whole number from 0 to INT64_MAX. */
@@ -219,9 +121,9 @@ static inline bool kv_trace__count(kv_trace__cursor *c, int64_t *value)
     const char *const first = c->at;
     if (kv_trace__peek(c) == '-')
         return kv_trace__fail(c, "negative number");
-    if (!kv_trace__is_digit(kv_trace__peek(c)))
+    if (!isdigit(kv_trace__peek(c)))
         return kv_trace__fail(c, "expected a whole number");
-    for (*value = 0; kv_trace__is_digit(kv_trace__peek(c)); c->at++) {
+    for (*value = 0; isdigit(kv_trace__peek(c)); c->at++) {
         const int digit = *c->at - '0';
         if (*value > (INT64_MAX - digit) / 10)
             return kv_trace__fail(c, "number too large");
@@ -234,85 +136,115 @@ static inline bool kv_trace__count(kv_trace__cursor *c, int64_t *value)
     return true;
 }
 
-static inline bool kv_trace__ids(kv_trace__cursor *c, int64_t *ids, size_t *count)
+static inline bool kv_trace__skip_member(kv_trace__cursor *c, void *depth);
+
+/* Skips any value. *depth (an int) is how deep it is nested. A number may be any row of a number's characters. */
+static inline bool kv_trace__skip(kv_trace__cursor *c, void *depth)
 {
-    *count = 0;
-    if (!kv_trace__take(c, '['))
-        return kv_trace__fail(c, "expected '['");
-    if (kv_trace__take(c, ']'))
+    static const char *const words[] = {"true", "false", "null"};
+    const int byte = kv_trace__peek(c);
+    int deeper = *(const int *)depth + 1;
+    size_t size;
+    if ((byte == '{' || byte == '[') && deeper > KV_TRACE_DEPTH_MAX)
+        return kv_trace__fail(c, "nested too deep");
+    if (byte == '{' || byte == '[')
+        return kv_trace__list(c, byte == '{', byte == '{' ? kv_trace__skip_member : kv_trace__skip, &deeper);
+    if (byte == '"')
+        return kv_trace__string(c, &size);
+    if (byte == '-' || isdigit(byte)) {
+        while (kv_trace__peek(c) > 0 && strchr("+-.0123456789Ee", kv_trace__peek(c)))
+            c->at++;
         return true;
-    do {
-        if (!kv_trace__count(c, &ids[(*count)++]))
-            return false;
-    } while (kv_trace__take(c, ','));
-    return kv_trace__take(c, ']') ? true : kv_trace__fail(c, "expected ',' or ']'");
+    }
+    for (int i = 0; i < 3; i++) {
+        size = strlen(words[i]);
+        if ((size_t)(c->end - c->at) >= size && memcmp(c->at, words[i], size) == 0) {
+            c->at += size;
+            return true;
+        }
+    }
+    return kv_trace__fail(c, "expected a value");
 }
 
-/* Reads one "key": value of the request. Bit k of *seen says that known key k has been read. */
-static inline bool kv_trace__member(kv_trace__cursor *c, kv_trace_request *out, int64_t *ids, unsigned *seen)
+static inline bool kv_trace__skip_member(kv_trace__cursor *c, void *depth)
 {
-    static const char *const keys[] = {"timestamp", "input_length", "output_length", "hash_ids"};
-    int64_t *const counts[] = {&out->timestamp, &out->input_length, &out->output_length};
-    const char *text;
+    size_t size;
+    if (!kv_trace__string(c, &size))
+        return false;
+    return kv_trace__take(c, ':') ? kv_trace__skip(c, depth) : kv_trace__fail(c, "expected ':'");
+}
+
+/* ---- one request ------------------------------------------------------------------------------------------------- */
+
+static const char *const kv_trace__keys[] = {"timestamp", "input_length", "output_length", "hash_ids"};
+
+typedef struct kv_trace__line {
+    kv_trace_request *out;
+    int64_t *ids;
+    unsigned seen; /* bit k: key k of kv_trace__keys has been read */
+} kv_trace__line;
+
+static inline bool kv_trace__id(kv_trace__cursor *c, void *state)
+{
+    kv_trace__line *const line = (kv_trace__line *)state;
+    return kv_trace__count(c, &line->ids[line->out->id_count++]);
+}
+
+/* Reads one "key": value of the request. */
+static inline bool kv_trace__member(kv_trace__cursor *c, void *state)
+{
+    kv_trace__line *const line = (kv_trace__line *)state;
+    int64_t *const counts[] = {&line->out->timestamp, &line->out->input_length, &line->out->output_length};
+    const char *const start = c->at;
     size_t size;
     unsigned k = 0;
-    const char *const start = c->at;
-    if (!kv_trace__string(c, &text, &size))
+    int depth = 0;
+    if (!kv_trace__string(c, &size))
         return false;
-    while (k < 4 && (strlen(keys[k]) != size || memcmp(keys[k], text, size) != 0))
+    while (k < 4 && (strlen(kv_trace__keys[k]) != size || memcmp(kv_trace__keys[k], start + 1, size) != 0))
         k++;
-    if (k < 4 && (*seen & 1u << k)) {
+    if (k < 4 && (line->seen & 1u << k)) {
         c->at = start;
         return kv_trace__fail(c, "key given twice");
     }
     if (!kv_trace__take(c, ':'))
         return kv_trace__fail(c, "expected ':'");
-    *seen |= 1u << k;
+    line->seen |= 1u << k;
     if (k < 3)
         return kv_trace__count(c, counts[k]);
-    return k == 3 ? kv_trace__ids(c, ids, &out->id_count) : kv_trace__skip(c, 0);
+    return k == 3 ? kv_trace__list(c, false, kv_trace__id, line) : kv_trace__skip(c, &depth);
 }
 
-static inline bool kv_trace__complete(kv_trace__cursor *c, const kv_trace_request *request, unsigned seen)
+static inline bool kv_trace__complete(kv_trace__cursor *c, const kv_trace__line *line)
 {
-    static const char *const missing[] = {"no \"input_length\"", "no \"output_length\"", "no \"hash_ids\""};
-    for (unsigned k = 1; k < 4; k++) {
-        if (!(seen & 1u << k)) {
-            snprintf(c->error, c->error_size, "%s", missing[k - 1]);
-            return false;
-        }
-    }
-    if (request->input_length == 0) {
-        snprintf(c->error, c->error_size, "input_length is 0");
-        return false;
-    }
+    const kv_trace_request *const request = line->out;
     const uint64_t blocks = ((uint64_t)request->input_length + KV_TRACE_BLOCK - 1) / KV_TRACE_BLOCK;
-    if (blocks == request->id_count)
+    unsigned k = 1;
+    while (k < 4 && (line->seen & 1u << k))
+        k++;
+    if (k < 4)
+        snprintf(c->error, c->error_size, "no \"%s\"", kv_trace__keys[k]);
+    else if (request->input_length == 0)
+        snprintf(c->error, c->error_size, "input_length is 0");
+    else if (blocks != request->id_count)
+        snprintf(c->error, c->error_size, "%llu tokens are %llu blocks, but hash_ids has %zu",
+                 (unsigned long long)request->input_length, (unsigned long long)blocks, request->id_count);
+    else
         return true;
-    snprintf(c->error, c->error_size, "%llu tokens are %llu blocks, but hash_ids has %zu",
-             (unsigned long long)request->input_length, (unsigned long long)blocks, request->id_count);
     return false;
 }
 
 /* Reads the request in line[0 .. size), which needs no terminator. Sets the lengths, timestamp and id_count of *out,
-   and ids, which must have room for size / 2 + 1 numbers: more than a line of that size can hold. If it returns false,
-   error says why. */
+   which are 0 before, and ids, which must have room for size / 2 + 1 numbers: more than a line of that size can hold.
+   If it returns false, error says why. */
 static inline bool kv_trace_parse(const char *line, size_t size, kv_trace_request *out, int64_t *ids, char *error,
                                   size_t error_size)
 {
     kv_trace__cursor c = {line, line, line + size, error, error_size};
-    unsigned seen = 0;
-    if (!kv_trace__take(&c, '{'))
-        return kv_trace__fail(&c, "expected '{'");
-    if (!kv_trace__take(&c, '}')) {
-        do {
-            if (!kv_trace__member(&c, out, ids, &seen))
-                return false;
-        } while (kv_trace__take(&c, ','));
-        if (!kv_trace__take(&c, '}'))
-            return kv_trace__fail(&c, "expected ',' or '}'");
-    }
-    return c.at == c.end ? kv_trace__complete(&c, out, seen) : kv_trace__fail(&c, "text after the request");
+    kv_trace__line state = {out, ids, 0};
+    if (!kv_trace__list(&c, true, kv_trace__member, &state))
+        return false;
+    return c.at == c.end ? kv_trace__complete(&c, &state) : kv_trace__fail(&c, "text after the request");
 }
 
 /* ---- the file ---------------------------------------------------------------------------------------------------- */
@@ -337,6 +269,8 @@ static inline void *kv_trace__grow(void *old, size_t count, size_t more, size_t 
     return bigger;
 }
 
+/* Adds the request in line[0 .. size), which needs no terminator; a blank line adds none. Before line 1 a byte order
+   mark is skipped. Fails as kv_trace_read. */
 static inline bool kv_trace_add_line(kv_trace *trace, const char *line, size_t size, size_t number)
 {
     if (number == 1 && size >= 3 && memcmp(line, "\xef\xbb\xbf", 3) == 0)
@@ -355,46 +289,56 @@ static inline bool kv_trace_add_line(kv_trace *trace, const char *line, size_t s
         return kv_trace__refuse(trace, number, "out of memory", NULL);
 
     kv_trace_request request = {.first_id = trace->id_count, .line = number};
-    if (!kv_trace_parse(line, size, &request, trace->ids + trace->id_count, trace->error, sizeof trace->error)) {
-        trace->error_line = number;
+    trace->error_line = number;
+    if (!kv_trace_parse(line, size, &request, trace->ids + trace->id_count, trace->error, sizeof trace->error))
         return false;
-    }
     trace->requests[trace->count++] = request;
     trace->id_count += request.id_count;
     return true;
 }
 
-static inline bool kv_trace__read_lines(kv_trace *trace, FILE *file, char *line)
+/* Returns all bytes of a file ("-": of standard input), which the caller frees. Returns NULL if it refuses the file, and
+   sets error_line and error. */
+static inline char *kv_trace_load(kv_trace *trace, const char *path, size_t *size)
 {
-    size_t size = 0, number = 1;
-    int byte;
-    while ((byte = getc(file)) != EOF) {
-        if (byte == '\n') {
-            if (!kv_trace_add_line(trace, line, size, number++))
-                return false;
-            size = 0;
-        } else if (size == KV_TRACE_LINE_MAX) {
-            return kv_trace__refuse(trace, number, "longer than 1 MiB, the limit for a line", NULL);
-        } else {
-            line[size++] = (char)byte;
-        }
+    FILE *const file = strcmp(path, "-") == 0 ? stdin : fopen(path, "rb");
+    char *bytes = NULL;
+    size_t capacity = 0;
+    bool ok = file || kv_trace__refuse(trace, 0, "cannot be opened", strerror(errno));
+    for (*size = 0; ok && *size == capacity;) {
+        capacity = capacity * 2 + 4096;
+        char *const bigger = (char *)realloc(bytes, capacity);
+        bytes = bigger ? bigger : bytes;
+        *size += bigger ? fread(bytes + *size, 1, capacity - *size, file) : 0;
+        ok = bigger || kv_trace__refuse(trace, 0, "out of memory", NULL);
     }
-    if (ferror(file))
-        return kv_trace__refuse(trace, 0, "cannot be read", strerror(errno));
-    return kv_trace_add_line(trace, line, size, number);
+    if (ok && ferror(file))
+        ok = kv_trace__refuse(trace, 0, "cannot be read", strerror(errno));
+    if (file && file != stdin)
+        fclose(file);
+    if (ok)
+        return bytes;
+    free(bytes);
+    return NULL;
 }
 
+/* Adds a file's requests. Returns false if it refuses the file, and sets error_line and error; kv_trace_free is still
+   needed. */
 static inline bool kv_trace_read(kv_trace *trace, const char *path)
 {
     const size_t before = trace->count;
-    FILE *const file = strcmp(path, "-") == 0 ? stdin : fopen(path, "rb");
-    if (!file)
-        return kv_trace__refuse(trace, 0, "cannot be opened", strerror(errno));
-    char *const line = (char *)malloc(KV_TRACE_LINE_MAX);
-    bool ok = line ? kv_trace__read_lines(trace, file, line) : kv_trace__refuse(trace, 0, "out of memory", NULL);
-    free(line);
-    if (file != stdin)
-        fclose(file);
+    size_t size, number = 0;
+    char *const bytes = kv_trace_load(trace, path, &size);
+    bool ok = bytes != NULL;
+    for (size_t begin = 0, end; ok && begin < size; begin = end + 1) {
+        const char *const newline = (const char *)memchr(bytes + begin, '\n', size - begin);
+        end = newline ? (size_t)(newline - bytes) : size;
+        number++;
+        ok = end - begin <= KV_TRACE_LINE_MAX
+                 ? kv_trace_add_line(trace, bytes + begin, end - begin, number)
+                 : kv_trace__refuse(trace, number, "longer than 1 MiB, the limit for a line", NULL);
+    }
+    free(bytes);
     if (ok && trace->count == before)
         ok = kv_trace__refuse(trace, 0, "holds no request", NULL);
     return ok;

@@ -3,21 +3,16 @@
    uses 16-byte loads, cp.async (sm_80 and newer) and cp.async.bulk (sm_90 and newer), with many numbers and sizes of
    blocks and bytes in flight, from HBM (cold) and from L2 (warm). Then it measures the way to the lowest tier of a KV
    cache: pinned host memory to a temporary file and back. The program sums everything it reads and compares everything
-   it copies. The kernels are in bandwidth_kernels.cuh, the plot is in bandwidth_plot.h, the disk in bandwidth_disk.h.
+   it copies. The kernels are in bandwidth_kernels.cuh, the disk is in bandwidth_disk.h; plot.py draws the table.
 
        nvcc -arch=native -O3 examples/09_bandwidth/bandwidth.cu -o 09_bandwidth && ./09_bandwidth
 
-   With --svg FILE it draws the plot. --disk FOLDER says where the file is to be ($TMPDIR or /tmp), and --disk-mib N how
-   large (1024; 0: no file). The file has no name after it is opened, so it is gone however the program ends. */
+   --disk FOLDER says where the file is to be ($TMPDIR or /tmp), and --disk-mib N how large (1024; 0: no file). The file
+   has no name after it is opened, so it is gone however the program ends. */
 #include "bandwidth_disk.h"
 #include "bandwidth_kernels.cuh"
-#include "bandwidth_plot.h"
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#if !defined(_WIN32)
-#include <unistd.h>
-#endif
 
 /* The sweep has blocks of 64 to 1024 threads, 1 to 16 blocks per SM, and 16 to 256 bytes in flight per thread. The
    product of the three is the number of bytes in flight per SM. */
@@ -340,31 +335,6 @@ static void print_in_flight(void)
     printf("  (Upper limits for 16-byte loads: a thread uses all of them before it starts the next.)\n");
 }
 
-static void draw(const char *path)
-{
-    bandwidth_plot p = {};
-    p.title = g.device.name;
-    p.copied = g.copied;
-    p.peak = g.peak;
-    for (int k = 0; k < plot_panels; k++) {
-        const int to = k / temperatures, temperature = k % temperatures;
-        snprintf(p.panels[k], sizeof p.panels[k], "%s, %s (GB/s %s)", destination_names[to],
-                 temperature == cold ? "cold" : "L2-warm", unit_names[to]);
-        for (int i = 0; i < methods * points; i++) {
-            const int method = i / points, point = i % points;
-            const run *const r = best(to, temperature, method, (uint64_t)bytes_min << point);
-            p.gbs[k][method][point] = r ? r->gbs : 0;
-            p.points = r && point >= p.points ? point + 1 : p.points;
-            p.lines[method] = g.has[method] ? method_names[method] : NULL;
-        }
-    }
-    if (!bandwidth_plot_write(&p, path)) {
-        printf("%s: %s\n", path, strerror(errno));
-        exit(1);
-    }
-    printf("\nplot in %s\n", path);
-}
-
 /* ---- setting up -------------------------------------------------------------------------------------------------- */
 
 /* Prints the GPU, and its peak by the datasheet: memory clock x 2 (double data rate) x bus width. */
@@ -455,9 +425,6 @@ static int open_disk(const char *folder, uint64_t mib)
 {
     disk.block_bytes = (size_t)disk_block_mib << 20;
     disk.bytes = mib << 20;
-#if !defined(_WIN32)
-    disk.progress = isatty(fileno(stderr)) != 0;
-#endif
     if (mib == 0 || kv_disk_open(&disk.file, NULL, folder, disk.bytes))
         return 0;
     if (folder)
@@ -493,48 +460,37 @@ static int print_disk(void)
 
 /* ---- arguments --------------------------------------------------------------------------------------------------- */
 
-typedef struct arguments {
-    const char *svg, *folder;
-    uint64_t disk_mib;
-} arguments;
-
 static int usage(const char *what, const char *argument)
 {
     if (what)
         fprintf(stderr, "09_bandwidth: %s %s\n", what, argument);
-    fprintf(what ? stderr : stdout, "usage: 09_bandwidth [--svg FILE] [--disk FOLDER] [--disk-mib N]\n");
-    if (!what)
-        printf(
-            "\nMeasures how fast a GPU's memory moves, and draws it. Takes seconds. Writes a temporary file of N MiB\n"
-            "(1024; 0: none) to FOLDER ($TMPDIR or /tmp), a multiple of %d, and reads it back.\n",
-            disk_block_mib);
+    fprintf(
+        what ? stderr : stdout,
+        "usage: 09_bandwidth [--disk FOLDER] [--disk-mib N]\n\n"
+        "Measures how fast a GPU's memory moves. Takes seconds. Writes a temporary file of N MiB (1024; 0: none) to\n"
+        "FOLDER ($TMPDIR or /tmp), a multiple of %d, and reads it back.\n",
+        disk_block_mib);
     return what ? 2 : 0;
 }
 
-static bool parse_mib(const char *text, uint64_t *mib)
-{
-    char *end;
-    errno = 0;
-    const long long value = strtoll(text, &end, 10);
-    *mib = (uint64_t)value;
-    return *text && !*end && errno == 0 && value >= 0 && value <= disk_mib_max && value % disk_block_mib == 0;
-}
-
 /* Returns the exit code if the program is not to run, else -1. */
-static int parse_arguments(int argc, char **argv, arguments *a)
+static int parse_arguments(int argc, char **argv, const char **folder, uint64_t *mib)
 {
     for (int i = 1; i < argc; i += 2) {
+        const bool is_mib = strcmp(argv[i], "--disk-mib") == 0;
+        char *end;
         if (strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0)
             return usage(NULL, NULL);
-        if (strcmp(argv[i], "--svg") != 0 && strcmp(argv[i], "--disk") != 0 && strcmp(argv[i], "--disk-mib") != 0)
+        if (!is_mib && strcmp(argv[i], "--disk") != 0)
             return usage("unknown argument", argv[i]);
         if (i + 1 == argc)
             return usage("nothing after", argv[i]);
-        if (strcmp(argv[i], "--svg") == 0)
-            a->svg = argv[i + 1];
-        else if (strcmp(argv[i], "--disk") == 0)
-            a->folder = argv[i + 1];
-        else if (!parse_mib(argv[i + 1], &a->disk_mib))
+        if (!is_mib) {
+            *folder = argv[i + 1];
+            continue;
+        }
+        *mib = strtoull(argv[i + 1], &end, 10);
+        if (end == argv[i + 1] || *end || *mib > disk_mib_max || *mib % disk_block_mib)
             return usage("--disk-mib takes a multiple of 16 from 0 to 16777216, not", argv[i + 1]);
     }
     return -1;
@@ -543,9 +499,10 @@ static int parse_arguments(int argc, char **argv, arguments *a)
 int main(int argc, char **argv)
 {
     const run copying = {copy, to_hbm, cold, 0, 0, 0, 0, 0};
-    arguments a = {NULL, NULL, 1024};
-    int code = parse_arguments(argc, argv, &a);
-    if (code >= 0 || (code = open_disk(a.folder, a.disk_mib)) != 0)
+    const char *folder = NULL;
+    uint64_t disk_mib = 1024;
+    int code = parse_arguments(argc, argv, &folder, &disk_mib);
+    if (code >= 0 || (code = open_disk(folder, disk_mib)) != 0)
         return code;
     open_gpu();
     open_methods();
@@ -559,8 +516,5 @@ int main(int argc, char **argv)
     print_cache();
     print_blocks();
     print_in_flight();
-    code = print_disk();
-    if (a.svg)
-        draw(a.svg);
-    return code;
+    return print_disk();
 }

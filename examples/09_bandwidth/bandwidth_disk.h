@@ -3,7 +3,7 @@
 
    The file is as large as the caller says and goes past the page cache where it can, so the disk is measured and not
    memory. It is written and read once, a block at a time; only these calls are timed, and the end of writing, after
-   which all is on the disk. Each 4096 bytes begin with their number in the file; all that is read is compared. */
+   which all is on the disk. Each word depends on its place in the file; all that is read is compared. */
 #ifndef BANDWIDTH_DISK_H
 #define BANDWIDTH_DISK_H
 
@@ -15,13 +15,8 @@ typedef struct bandwidth_disk {
     unsigned char *block; /* of the caller: memory aligned to KV_DISK_BLOCK, pinned if a GPU is to use it */
     size_t block_bytes;   /* a multiple of KV_DISK_BLOCK, as `bytes` is of this */
     uint64_t bytes;
-    bool progress;              /* on stderr */
     double write_gbs, read_gbs; /* 1e9 bytes per second */
 } bandwidth_disk;
-
-/* Measures with block, block_bytes and bytes in the file that the caller has opened. Returns false and sets file.error
-   if a call fails or a byte is wrong. */
-static inline bool bandwidth_disk_measure(bandwidth_disk *m);
 
 static inline double bandwidth_disk__seconds(void)
 {
@@ -30,33 +25,25 @@ static inline double bandwidth_disk__seconds(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-static inline uint64_t bandwidth_disk__word(size_t i)
+/* Returns the word at this byte of the file. */
+static inline uint64_t bandwidth_disk__word(uint64_t at)
 {
-    const uint64_t z = ((uint64_t)i + 1) * 0x9e3779b97f4a7c15u;
+    const uint64_t z = (at + 1) * 0x9e3779b97f4a7c15u;
     return z ^ z >> 29;
 }
 
-static inline void bandwidth_disk__number(bandwidth_disk *m, uint64_t offset)
+static inline void bandwidth_disk__fill(bandwidth_disk *m, uint64_t offset)
 {
-    for (size_t at = 0; at < m->block_bytes; at += KV_DISK_BLOCK) {
-        const uint64_t number = (offset + at) / KV_DISK_BLOCK;
-        memcpy(m->block + at, &number, sizeof number);
-    }
-}
-
-static inline void bandwidth_disk__fill(bandwidth_disk *m)
-{
-    for (size_t i = 0; i < m->block_bytes / sizeof(uint64_t); i++) {
-        const uint64_t word = bandwidth_disk__word(i);
-        memcpy(m->block + i * sizeof word, &word, sizeof word);
+    for (size_t at = 0; at < m->block_bytes; at += sizeof(uint64_t)) {
+        const uint64_t word = bandwidth_disk__word(offset + at);
+        memcpy(m->block + at, &word, sizeof word);
     }
 }
 
 static inline bool bandwidth_disk__compare(bandwidth_disk *m, uint64_t offset)
 {
-    for (size_t i = 0; i < m->block_bytes / sizeof(uint64_t); i++) {
-        const size_t at = i * sizeof(uint64_t);
-        const uint64_t want = at % KV_DISK_BLOCK ? bandwidth_disk__word(i) : (offset + at) / KV_DISK_BLOCK;
+    for (size_t at = 0; at < m->block_bytes; at += sizeof(uint64_t)) {
+        const uint64_t want = bandwidth_disk__word(offset + at);
         uint64_t word;
         memcpy(&word, m->block + at, sizeof word);
         if (word == want)
@@ -75,15 +62,12 @@ static inline bool bandwidth_disk__pass(bandwidth_disk *m, bool write, double *s
         struct iovec piece;
         piece.iov_base = m->block;
         piece.iov_len = m->block_bytes;
-        if (m->progress && offset % ((uint64_t)64 << 20) == 0)
-            fprintf(stderr, "\r%s %llu of %llu MiB ", write ? "writing" : "reading", (unsigned long long)offset >> 20,
-                    (unsigned long long)m->bytes >> 20);
         if (write)
-            bandwidth_disk__number(m, offset);
+            bandwidth_disk__fill(m, offset);
         else
             memset(m->block, 0xee, m->block_bytes);
         const double start = bandwidth_disk__seconds();
-        if (!(write ? kv_disk_write : kv_disk_read)(&m->file, &piece, 1, offset))
+        if (!kv_disk_move(&m->file, write, &piece, 1, offset))
             return false;
         *seconds += bandwidth_disk__seconds() - start;
         if (!write && !bandwidth_disk__compare(m, offset))
@@ -92,17 +76,16 @@ static inline bool bandwidth_disk__pass(bandwidth_disk *m, bool write, double *s
     return true;
 }
 
+/* Measures with block, block_bytes and bytes in the file that the caller has opened. Returns false and sets file.error
+   if a call fails or a byte is wrong. */
 static inline bool bandwidth_disk_measure(bandwidth_disk *m)
 {
     double writing = 0, reading = 0;
-    bandwidth_disk__fill(m);
     bool ok = bandwidth_disk__pass(m, true, &writing);
     const double start = bandwidth_disk__seconds();
     ok = ok && kv_disk_flush(&m->file);
     writing += bandwidth_disk__seconds() - start;
     ok = ok && bandwidth_disk__pass(m, false, &reading);
-    if (m->progress)
-        fprintf(stderr, "\r%40s\r", "");
     m->write_gbs = ok && writing > 0 ? 1e-9 * (double)m->bytes / writing : 0;
     m->read_gbs = ok && reading > 0 ? 1e-9 * (double)m->bytes / reading : 0;
     return ok;

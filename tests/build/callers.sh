@@ -378,7 +378,8 @@ runs_quoted()
 builds_elsewhere()
 {
     rm -rf "$build/else where" && MAKEFLAGS= make -s BUILD="$PWD/$build/else where" CFLAGS=-O0 DEVICE=cpu \
-        ARGS='--requests 2' run build/01_rows | grep 'requests  *2 ' && "$build/else where/01_rows" &&
+        ARGS='--requests 2' run build/01_rows build/18_step | grep 'requests  *2 ' &&
+        "$build/else where/01_rows" && "$build/else where/18_step" &&
         ! MAKEFLAGS= make BUILD="$build/else where" clean && [ -x "$build/else where/02_kv_replay" ]
 }
 

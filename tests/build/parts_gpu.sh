@@ -401,6 +401,8 @@ gpu_programs()
             -o "$build/program"
         case $gpus$source in 0examples/*) cell "$source without a GPU" says_why "$build/program" ;; esac
     done
+    cell 'examples/19_warp_copy.cu' $cu $only_ptx -O1 $strict examples/19_warp_copy.cu -o "$build/program"
+    [ "$gpus" -ne 0 ] || cell 'examples/19_warp_copy.cu without a GPU' says_why "$build/program"
     cell 'examples/09_bandwidth' $cu -arch=sm_90 $quickly -O1 $strict -c examples/09_bandwidth/bandwidth.cu \
         -o "$build/unit.o"
     [ -n "$NCCL_LIBRARY" ] || cell 'tests/profile/profile.cu' $cu $only_ptx -O1 $strict -DKVPRIM_NO_CONVERT \

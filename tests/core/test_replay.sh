@@ -478,8 +478,7 @@ tree() { # NAME
     ok "$1"
 }
 
-# Whichever of CUDA's calls fails, the replay says why and leaks nothing. If one of the first three fails, there is no
-# GPU.
+# Whichever of CUDA's calls fails, the replay says why. If one of the first three fails, there is no GPU.
 failing_calls() { # NAME
     for n in 1 2 3; do
         LATE_CUDA_FAIL=$n "$replay" "$trace" --requests 3 >out 2>err
