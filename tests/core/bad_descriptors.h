@@ -80,7 +80,7 @@ static inline kvprim_table with_heads(kvprim_table t, int32_t heads, int64_t hea
 /* Returns an address where something could lie by mistake. */
 static inline void *plus(const void *block, ptrdiff_t bytes)
 {
-    return (char *)(uintptr_t)block + bytes;
+    return (char *)((uintptr_t)block + (uintptr_t)bytes);
 }
 
 static inline uint32_t *counter_at(const void *block, ptrdiff_t bytes)
