@@ -257,7 +257,8 @@ nccl-test nccl-bench nccl-limits nccl-sanitize handover:
 bandwidth: build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth || failed=1)
 	@command -v python3 >/dev/null || { echo 'make bandwidth: no python3 to draw the plot'; exit 1; }
-	python3 examples/09_bandwidth/plot.py $(RESULTS)/gpu_bandwidth.txt >$(RESULTS)/gpu_bandwidth.svg
+	python3 examples/09_bandwidth/plot.py $(RESULTS)/gpu_bandwidth.txt >$(RESULTS)/plot.tmp
+	@mv $(RESULTS)/plot.tmp $(RESULTS)/gpu_bandwidth.svg
 
 # Both need a python3 that has torch. Without a GPU they run on the CPU.
 torch: lib

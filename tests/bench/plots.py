@@ -672,11 +672,18 @@ def paragraph(what):
     return textwrap.fill(what, 104, break_long_words=False, break_on_hyphens=False) + '\n'  # † takes three bytes
 
 
+SOURCES = cpu, replay, gpu, convert, transfer, torch, nccl, handover
+
+
+def stale_sources():
+    """Returns the names of those that are of other headers than the present ones."""
+    return [source.name for source in SOURCES if results.others(source.name)]
+
+
 def sources(where):
     """Says what was measured where, and marks the results of other headers."""
-    names = [s.name for s in (cpu, replay, gpu, convert, transfer, torch, nccl, handover)]
-    stale = [name for name in names if results.others(name)]
-    marked = ', '.join(os.path.splitext(name)[0] + '†' * (name in stale) for name in names)
+    stale = stale_sources()
+    marked = ', '.join(os.path.splitext(s.name)[0] + '†' * (s.name in stale) for s in SOURCES)
     note = '; † is of other headers than these, or of unknown ones' if stale else ''
     gpus = gpu.find('^(NVIDIA [^,]*),') + 's'
     return (f'Measured on one core of an {XEON}, and on {gpus}. {where}, from files beside it: {marked}{note}. '
@@ -685,7 +692,7 @@ def sources(where):
 
 def first():
     """The table at the top of README.md."""
-    return table(('instead of', 'call', 'times as fast'), (
+    return table(('instead of', 'call', 'times as fast' + '†' * bool(stale_sources())), (
         (figure.row, f'`{figure.call}`', figure.factor()) for _, some in SECTIONS for figure in some if figure.call))
 
 

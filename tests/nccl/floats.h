@@ -8,8 +8,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* A float of a sign, exponent bits and mantissa bits. finite: all ones in the exponent are no infinity and, except with
-   a mantissa of all ones, no NaN (e4m3). saturates: values beyond the largest finite one become that one. */
+/* A float of a sign, exponent bits and mantissa bits. finite: there is no infinity, and only ones in all bits except
+   the sign are a NaN (e4m3). saturates: values beyond the largest finite one become that one. */
 typedef struct float_format {
     int bytes, exponent_bits, mantissa_bits;
     bool finite, saturates;

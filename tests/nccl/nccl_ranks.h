@@ -10,8 +10,8 @@
    several texts, with | between them; ranks=N, not for a thread per GPU: so many ranks, which share the GPUs if these
    are fewer. program_one takes several of these, and runs one after another.
 
-   Processes that share a GPU take turns. The kernels of threads that share one run at the same time, and so do the
-   tools of compute-sanitizer see them. For these threads:
+   Processes that share a GPU take turns. The kernels of threads that share one run at the same time, also under
+   compute-sanitizer. For these threads:
    - A communicator gets its memory and its exchange from the test (desc.peers, desc.exchange), and own kernels serve
      every size that they can. What is NCCL's fails, so tests skip it.
    - CUDA may wait for all running kernels, which may wait for the rank that makes this call: when it frees memory, ends
