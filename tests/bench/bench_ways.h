@@ -309,7 +309,7 @@ static std::vector<way_table> tables_of_limits()
             table_of("all_to_allv to one", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(to_one))};
 }
 
-/* ---- the norm, whose ways are one shot and two ---- */
+/* ---- the norm: its ways are called one shot (kvpn_launch_few) and two shots (a sum, then the norm) ---- */
 
 enum { norm_hidden = 4096, norm_token_bytes = 2 * norm_hidden };
 
@@ -320,26 +320,21 @@ static void enqueue_norm_by(rank_state &r, size_t bytes, kvpn_way way)
     d.dtype = KVPRIM_BF16, d.tokens = int64_t(bytes / norm_token_bytes), d.hidden = norm_hidden, d.eps = 1e-6f;
     d.send_stride = d.residual_stride = d.residual_out_stride = d.out_stride = norm_hidden;
     d.send = r.x, d.residual = d.weight = r.window, d.residual_out = r.y, d.out = r.window + most_bytes;
-    check_kvprim(kvpn_launch_norm_by(&c, &d, way));
-}
-
-/* In one launch. */
-static bool norm_fits(size_t bytes, kvpn_way way)
-{
-    const kvprim_comm *const comm = &ranks[0].comm;
-    const uint32_t row_packs = norm_hidden / 8, two_shots = comm->blocks * (comm->block_slots / row_packs);
-    const int64_t most =
-        way == kvpn_by_one_shot ? kvpn_norm_most_in_one_shot(comm, row_packs) : int64_t(two_shots) * world;
-    return int64_t(bytes / norm_token_bytes) <= most;
+    if (way == kvpn_by_one_shot)
+        check_kvprim(kvpn_launch_norm_by(&c, &d, kvpn_launch_few, kvpn_few_most_tokens(c.comm, norm_hidden / 8)));
+    else
+        check_kvprim(kvpn_launch_norm_by(&c, &d, kvpn_sum_then_norm, int64_t(kvpn_sums_bytes / norm_token_bytes)));
 }
 
 /* Whole tokens. Their results are not verified here: the function that launches them is the one that tests run. */
 static way_table table_of_norm()
 {
-    const auto fits = [](size_t bytes, kvpn_way way) { return bytes % norm_token_bytes == 0 && norm_fits(bytes, way); };
+    const auto fits = [](size_t bytes, kvpn_way) { return bytes % norm_token_bytes == 0; };
     const auto chosen = [](size_t bytes) {
-        const int64_t most = kvpn_norm_one_shot_tokens(&ranks[0].comm, norm_hidden / 8);
-        return int64_t(bytes / norm_token_bytes) > most ? kvpn_by_two_shot : kvpn_by_one_shot;
+        kvprim_norm_desc d = {};
+        int64_t most;
+        d.tokens = int64_t(bytes / norm_token_bytes), d.hidden = norm_hidden;
+        return kvpn_norm_way_of(&ranks[0].comm, &d, &most) == kvpn_launch_few ? kvpn_by_one_shot : kvpn_by_two_shot;
     };
     const auto way = [](size_t bytes, kvpn_way how, bool) {
         return rank_way{[=](rank_state &r, int) { enqueue_norm_by(r, bytes, how); }};

@@ -83,21 +83,31 @@ weighs()
 
 # ---- nccl ----
 
-# meets_once PTX: in sm_90's kernels for norms of few tokens, each meeting of a block is one place in the code, as CUDA
-# asks and synccheck checks. The numbers are the barriers of each form: of its turn, sum, scale and cluster.
+# meets_once PTX: in sm_90's kernels for norms, each meeting of a block is one place in the code, as CUDA asks and
+# synccheck checks. The numbers are the barriers of each form: of its turn, sum, scale and cluster.
 meets_once()
 {
     awk '
-        /[.]entry/ { form = match($0, /kvpn_few_form[0-4]/) ? substr($0, RSTART + 13, 1) + 1 : 0; kernels[form]++ }
+        /[.]entry/ {
+            form = match($0, /kvpn_norm_form[0-3]/) ? substr($0, RSTART + 14, 1) + 1 : /kvpn_norm_kernel/ ? 5 : 0
+            kernels[form]++
+        }
         /bar[.]sync|cluster[.]arrive/ { barriers[form]++ }
         END {
-            split("2 3 3 5 8", expected)
+            split("2 3 5 8 2", expected)
             for (form = 1; form <= 5; form++)
                 if (barriers[form] != expected[form] * kernels[form] || !kernels[form]) {
                     print "form " form - 1 ": " barriers[form] " barriers in " kernels[form] " kernels"
                     exit 1
                 }
         }' "$1"
+}
+
+# lacks_norms COMPILER...: the unit's object has kernels, but none of norms.
+lacks_norms()
+{
+    "$@" -c "$build/kernels.cu" -o "$build/unit.o" && nm "$build/unit.o" >"$build/names" || return 1
+    grep -q 'kvpn_kernel' "$build/names" && ! grep 'kvpn_\(few\|norm\)_kernel' "$build/names"
 }
 
 # nccl_emulated FLAGS [quick]: runs the kernels of kvprim_nccl.h on the CPU.
@@ -216,6 +226,7 @@ nccl_cuda()
     kernels_for 75
     assembled_for "$build/kept/kernels.ptx" 80
     cell 'kernels for compute_80' $read $lto_80 $strict -c "$build/kernels.cu" -o "$build/unit.o"
+    cell 'KVPRIM_NO_NORM' lacks_norms $read $lto_80 $strict -DKVPRIM_NO_NORM
     # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
     cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu --keep --keep-dir "$build/kept" \
         -c tests/nccl/test_nccl.c -o "$build/test_nccl.o"

@@ -35,7 +35,7 @@ static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel)
     kvpn_parts_params parts = {};
     for (char *&peer : norm.peer)
         peer = memory + kvpn_page;
-    norm.turn = norm.stop = (uint32_t *)memory, norm.world = 2, norm.part_packs = kvpn_max_hidden;
+    norm.turn = norm.stop = (uint32_t *)memory, norm.world = 2;
     norm.send = norm.recv = memory + kvpn_page;
     norm.residual = norm.weight = norm.out = norm.residual_out = memory + kvpn_page;
     static_cast<kvpn_params &>(parts) = norm;

@@ -637,15 +637,15 @@ static bool few_is_right(const kvprim_comm *comm, int64_t hidden, int64_t tokens
     uint32_t blocks, threads;
     d.hidden = hidden, d.tokens = tokens, d.residual = usual ? &memory : NULL, d.residual_out = d.out = &memory;
     const kvpn_norm_params p = kvpn_make_few_params(comm, &d, &blocks, &threads);
-    const kvpn_few_form form = kvpn_few_form_of(&p);
+    const kvpn_norm_form form = kvpn_few_form_of(&p);
     const uint32_t shares = 1u << p.share_bits, groups = blocks >> p.share_bits;
     return blocks <= comm->blocks && blocks % shares == 0 && p.rows >= 1 && threads % kvpn_norm_lanes == 0 &&
            threads * p.rows <= kvpn_max_threads_for(comm->world) && p.block_packs * threads <= comm->block_slots &&
            groups * p.block_packs >= p.tokens && (groups - 1) * p.block_packs < p.tokens &&
            threads * shares >= p.row_packs && threads * (shares - 1) < p.row_packs &&
-           (form == kvpn_few_all || (threads * shares == p.row_packs && p.block_packs <= p.rows)) &&
-           (form == kvpn_few_all || (form == kvpn_few_shared) == (shares > 1)) &&
-           (form != kvpn_few_plain || (usual && p.block_packs == 1)) && (form != kvpn_few_shared || usual);
+           (form == kvpn_norm_all || (threads * shares == p.row_packs && p.block_packs <= p.rows)) &&
+           (form == kvpn_norm_all || (form == kvpn_norm_shared) == (shares > 1)) &&
+           (form != kvpn_norm_plain || (usual && p.block_packs == 1)) && (form != kvpn_norm_shared || usual);
 }
 
 static void test_grids_of_few(void)
@@ -669,6 +669,40 @@ static void test_grids_of_few(void)
     }
     for (int bits = 0; bits <= kvpn_few_max_share_bits; bits++)
         CHECK(shared_by[bits] > 0);
+}
+
+/* How a norm goes, and that each part of it fits its launch. */
+static kvpn_norm_way norm_way(const kvprim_comm *comm, int64_t tokens, int64_t hidden)
+{
+    kvprim_norm_desc d = {};
+    int64_t most = 0;
+    d.tokens = tokens, d.hidden = hidden;
+    const kvpn_norm_way way = kvpn_norm_way_of(comm, &d, &most);
+    CHECK(most > 0 && (way != kvpn_launch_few || most <= kvpn_few_most_tokens(comm, (uint32_t)hidden / 8)));
+    CHECK(way != kvpn_sum_then_norm || most * hidden * 2 <= (int64_t)kvpn_sums_bytes);
+    return way;
+}
+
+static void test_norm_ways(void)
+{
+    for (int world = 2; world <= 8; world++) {
+        kvprim_comm comm;
+        open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
+        for (comm.clusters = 0; comm.clusters < 2; comm.clusters++)
+            for (int64_t hidden = 8; hidden <= 16384; hidden += 8)
+                for (int64_t tokens = 1; tokens < 100000; tokens = 7 * tokens + 1) {
+                    const bool fits = kvpn_few_most_tokens(&comm, (uint32_t)hidden / 8) > 0;
+                    const kvpn_norm_way way = norm_way(&comm, tokens, hidden);
+                    CHECK(way == kvpn_launch_few || way == kvpn_sum_then_norm);
+                    CHECK(tokens > 1 || (way == kvpn_launch_few) == fits);
+                    CHECK(world > 2 || hidden > 8192 || way == kvpn_launch_few);
+                    CHECK(tokens * hidden <= 2 << 20 || (world == 2 && hidden <= 8192) || way == kvpn_sum_then_norm);
+                }
+        comm.peer[0] = NULL;
+        CHECK(norm_way(&comm, 1, 4096) == kvpn_sum_then_norm);
+        comm.world = 1;
+        CHECK(norm_way(&comm, 1, 4096) == kvpn_launch_norm_alone);
+    }
 }
 
 /* For parts of so many bytes, equal or not, and one that stays. Equal parts may have a higher limit. */
@@ -758,6 +792,11 @@ static void test_grids_of_few(void)
     test_grids();
 }
 
+static void test_norm_ways(void)
+{
+    test_grids();
+}
+
 static void test_choices(void)
 {
     test_grids();
@@ -787,6 +826,7 @@ __attribute__((weak)) int main(void)
     run("nccl: tensors of a norm that overlap", test_norm_overlaps);
     run("nccl: grids of launches", test_grids);
     run("nccl: grids of norms of few tokens", test_grids_of_few);
+    run("nccl: which way a norm takes", test_norm_ways);
     run("nccl: which way a call takes", test_choices);
     return finish();
 }

@@ -89,8 +89,7 @@ static void norm_once(rank_state &r, kvprim_comm *comm, const norm_call &call, c
     norm_expect_image(r, call, r.device[0], r.stream, what);
 }
 
-/* Tokens and sizes: one thread of a row has a pack or several, rows are not full, blocks have several tokens, and both
-   ways. */
+/* Tokens and sizes: rows are not full, blocks have several tokens, and the sum is apart or not. */
 static void test_norms(rank_state &r)
 {
     static const int64_t sizes[] = {8,    16,   248,  512,  520,  1000,  2048,  2880,  4096, 4104,
@@ -106,7 +105,7 @@ static void test_norms(rank_state &r)
                 if (count < 128 || (seed & 1) == (dtype == KVPRIM_F16))
                     norm_once(r, &r.comm, norm_call_of(r, dtype, count, hidden, seed, !r.comm.peer[0]), "norm");
         }
-    /* every kernel, in quick tests too: more than 4 MB take two shots */
+    /* every kernel, in quick tests too: of two ranks, more than 4 MB take several launches, or a sum */
     static const int64_t shapes[][2] = {{1, 512},    {1, 4096},    {8, 4096},   {33, 4096},  {3, 7168},
                                         {130, 2880}, {1, 16384},   {300, 4096}, {140, 8192}, {70, 8200},
                                         {70, 16384}, {140, 16384}, {600, 4096}};
@@ -393,8 +392,7 @@ static void test_norm_clusters(rank_state &r)
     OK(kvprim_comm_destroy(&comm));
 }
 
-/* One block has no other to share a large token with. Its threads then have several packs, as on GPUs without
-   clusters. */
+/* One block has no other to share a large token with. That is then summed first, as on GPUs without clusters. */
 static void test_norm_of_one_block(rank_state &r)
 {
     kvprim_comm comm = {};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Runs the norm's kernels of kvprim_nccl.h on the CPU. Each rank has a thread, which runs the GPU threads of a call one
-   after the other, from one meeting of a row's threads to the next. Calls have random ways and sizes; norm_cases.h
-   draws the tensors of each rank, and norm_oracle.h says what they must hold afterwards.
+   after the other, from one meeting of a row's threads to the next. Calls have random kernels and sizes;
+   norm_cases.h draws the tensors of each rank, and norm_oracle.h says what they must hold afterwards.
 
        c++ -std=c++17 -O1 -g -fsanitize=thread -I. tests/nccl/test_norm_emulated.cpp && ./a.out [quick] */
 #include "nccl_emulated.h"
@@ -12,23 +12,21 @@
 enum { blocks = 4, block_slots = 520, most_hidden = 16384 };
 const uint32_t slots_of_sender = blocks * block_slots;
 const bool stores_aside = true;
-enum way { one_shot, two_shot, alone, ways };
+enum way { few, alone };
 
 /* What all ranks derive from a call's number. */
 struct call {
     way what;
     uint64_t number;
-    uint32_t tokens, hidden, packs, threads, rows, block_rows, parts, slice_rows;
-    bool few;            /* kvpn_few_kernel instead of one shot */
-    uint32_t share_bits; /* of it: so many blocks share a token, as a power of two */
+    uint32_t tokens, hidden, threads, rows, block_rows;
+    uint32_t share_bits; /* so many blocks share a token, as a power of two */
 };
 
 /* How many tokens, and how many of them a block, or a cluster of blocks, has. */
-static void choose_tokens(call &c, uint64_t h, uint32_t used, uint32_t most_rows, uint32_t slices)
+static void choose_tokens(call &c, uint64_t h, uint32_t used, uint32_t most_rows)
 {
-    c.tokens = std::min(1 + static_cast<uint32_t>(h >> 8) % (used * most_rows * slices), 1 + 2400 / c.hidden);
-    c.slice_rows = (c.tokens + slices - 1) / slices;
-    const uint32_t fewest = (c.slice_rows + used - 1) / used;
+    c.tokens = std::min(1 + static_cast<uint32_t>(h >> 8) % (used * most_rows), 1 + 2400 / c.hidden);
+    const uint32_t fewest = (c.tokens + used - 1) / used;
     c.block_rows = fewest + (h >> 40 & 1 ? 0 : static_cast<uint32_t>(h >> 24) % (most_rows - fewest + 1));
 }
 
@@ -43,37 +41,24 @@ static bool choose_few(call &c, uint64_t h)
     }
     if (c.threads > block_slots)
         return false;
-    c.few = true, c.parts = 1, c.packs = 1;
-    choose_tokens(c, h, blocks >> c.share_bits, std::min<uint32_t>(block_slots / c.threads, 5), 1);
+    choose_tokens(c, h, blocks >> c.share_bits, std::min<uint32_t>(block_slots / c.threads, 5));
     c.rows = c.share_bits ? 1 : 1 + static_cast<uint32_t>(h >> 32) % c.block_rows;
     return true;
 }
 
-static void choose_shape(call &c, uint64_t h, uint32_t world)
-{
-    const uint32_t row_packs = c.hidden / 8, least = (row_packs + 31) / 32 * 32;
-    if (c.what == one_shot && h & 12 && choose_few(c, hash_u64(h)))
-        return;
-    c.parts = (row_packs + block_slots - 1) / block_slots;
-    c.what = c.what == one_shot && c.parts > 1 ? two_shot : c.what; /* as the launch does */
-    c.packs = c.what == one_shot ? (world <= 4 ? 2 : 4) : !(h & 1) && row_packs <= 1024 ? 1 : 4;
-    c.threads = (least / 32 + c.packs - 1) / c.packs * 32;
-    c.threads += h & 2 && 32 + c.threads <= (c.packs == 1 ? 1024 : 2048 / c.packs) ? 32 : 0;
-    choose_tokens(c, h, blocks / c.parts, c.parts > 1 ? 1 : std::min(block_slots / row_packs, 5u),
-                  c.what == two_shot ? world : 1);
-    c.rows = c.what == one_shot ? c.block_rows : 1 + static_cast<uint32_t>(h >> 32) % 3;
-}
-
-static call call_of(uint64_t number, uint32_t world)
+static call call_of(uint64_t number)
 {
     call c = {};
     const uint64_t h = hash_u64(number);
     c.number = number;
-    c.what = h % 8 == 0 ? alone : h % 2 ? one_shot : two_shot;
     c.hidden = 8 * (1 + static_cast<uint32_t>(h >> 4) % (h >> 40 & 15 ? 70 << (h >> 53 & 1) : most_hidden / 8));
     if (h >> 52 & 1)
         c.hidden = (c.hidden + 255) / 256 * 256; /* whole warps */
-    choose_shape(c, hash_u64(h), world);
+    if (h % 4 && choose_few(c, hash_u64(h + 1)))
+        return c;
+    c.what = alone, c.rows = c.block_rows = 1, c.share_bits = 0;
+    c.threads = (c.hidden / 8 + 63) / 64 * 32; /* two packs for each */
+    choose_tokens(c, hash_u64(h), 20, 1);
     return c;
 }
 
@@ -81,136 +66,102 @@ static call call_of(uint64_t number, uint32_t world)
 static norm_case case_of(const call &c, uint32_t rank)
 {
     const uint64_t h = hash_u64(c.number * 31 + 7), own = hash_u64(c.number * 8 + rank);
-    norm_case n = (c.few && h & 1 ? norm_draw_usual : norm_draw)(KVPRIM_BF16, c.tokens, c.hidden, 0, h, own);
+    norm_case n = (c.what == few && h & 1 ? norm_draw_usual : norm_draw)(KVPRIM_BF16, c.tokens, c.hidden, 0, h, own);
     n.ones = h >> 1 & 1;
     return n;
 }
 
 /* ---- a call ---- */
 
-/* The sum of a token's squares: its threads' are added as a GPU's shuffles add them. */
-template <int packs>
-static float total_of(const std::vector<kvpn_thread> &row, const std::vector<kvpn_norm_token<packs>> &tokens)
+/* The sum of `count` numbers, a power of two, as shuffles add them: neighbours first. */
+static float tree_of(const float *numbers, size_t count)
 {
-    alignas(16) float groups[kvpn_norm_max_groups] = {};
-    for (uint32_t k = 0; k < packs; k++)
+    return count == 1 ? *numbers : tree_of(numbers, count / 2) + tree_of(numbers + count / 2, count / 2);
+}
+
+/* The sum of a token's squares: packs in groups of 32, then the groups. */
+template <kvpn_norm_form form>
+static float total_of(const std::vector<kvpn_thread> &row, const std::vector<kvpn_norm_token<form>> &tokens)
+{
+    float groups[64] = {};
+    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
         for (size_t first = 0; first < row.size(); first += 32) {
-            float lanes[32], next[32];
+            float lanes[32];
             for (size_t i = 0; i < 32; i++)
                 lanes[i] = tokens[first + i].squares[k];
-            for (size_t distance = 1; distance < 32; distance *= 2) {
-                for (size_t i = 0; i < 32; i++)
-                    next[i] = lanes[i] + lanes[i ^ distance];
-                memcpy(lanes, next, sizeof lanes);
-            }
-            groups[kvpn_norm_pack(row[first], k) / 32] = lanes[0];
+            const uint32_t group = kvpn_norm_pack(row[first], k) / 32;
+            CHECK(group < kvpn_norm_is<form>::groups);
+            groups[group] = tree_of(lanes, 32);
         }
-    float lanes[16];
-    const size_t four = (packs * row.size() / 32 + 3) / 4;
-    for (uint32_t i = 0; i < 16; i++)
-        lanes[i] = kvpn_norm_four_groups(groups, packs * static_cast<uint32_t>(row.size()) / 32, i);
-    for (size_t distance = 1; distance < 16; distance *= 2)
-        for (size_t i = 0; i < 16; i += 2 * distance)
-            lanes[i] = lanes[i] + lanes[i + distance];
-    CHECK(four <= 16);
-    return lanes[0];
+    return tree_of(groups, kvpn_norm_is<form>::groups);
 }
 
 /* The sums of each token's squares that the rank's call has made, or -1. Results would hide how they were added. */
 static thread_local std::vector<float> totals;
 
-/* A visit of a row's threads. Either all have a token, or none. */
-template <class Way, int packs>
-static void visit_token(const kvpn_norm_params &p, std::vector<kvpn_thread> &row, uint32_t at, uint32_t visit)
-{
-    std::vector<kvpn_norm_token<packs>> tokens(row.size());
-    std::vector<uint32_t> largest;
-    size_t taken = 0;
-    for (size_t i = 0; i < row.size(); i++) {
-        taken += Way::take(p, row[i], at, visit, tokens[i]);
-        if (row[i].stop_reason != 0)
-            kvpn_stop_rank(p, row[i]);
-    }
-    CHECK(taken == 0 || taken == row.size());
-    if (taken == 0)
-        return;
-    for (size_t i = 0; i < row.size(); i++)
-        kvpn_norm_add<kvpn_bf16>(p, row[i], tokens[i]);
-    const float total = total_of<packs>(row, tokens);
-    totals[tokens[0].token] = total;
-    for (size_t i = 0; i < row.size(); i++)
-        kvpn_norm_multiply<kvpn_bf16>(p, row[i], total, tokens[i]);
-    for (size_t i = 0; i < row.size(); i++)
-        largest.push_back(kvpn_norm_most<kvpn_bf16>(p, row[i], tokens[i]));
-    for (size_t i = 0; i < row.size() && p.quantised; i++)
-        kvpn_norm_quantise<kvpn_bf16>(p, row[i], *std::max_element(largest.begin(), largest.end()), tokens[i]);
-}
-
-template <class Way, int packs> static void run_kernel(const kvpn_norm_params &p, const call &c)
-{
-    const uint32_t used = (c.slice_rows + c.block_rows - 1) / c.block_rows;
-    std::vector<std::vector<kvpn_thread>> rows;
-    for (uint32_t b = 0; b < used; b++)
-        for (uint32_t r = 0; r < c.rows; r++) {
-            rows.emplace_back();
-            for (uint32_t t = 0; t < c.threads; t++) /* the turn: a wrong one, until it is taken */
-                rows.back().push_back({b, r, t, c.threads, 0xffffffff, 0, 0, 0, 0});
-        }
-    for (std::vector<kvpn_thread> &row : rows)
-        for (kvpn_thread &me : row)
-            Way::begin(p, me);
-    for (std::vector<kvpn_thread> &row : rows)
-        for (kvpn_thread &me : row)
-            if (Way::exchanges)
-                kvpn_norm_end_turns<packs, Way::one_token>(p, me);
-    for (uint32_t at = 0; at < 2 * (c.block_rows + c.rows); at += c.rows)
-        for (uint32_t visit = 0; visit < Way::visits(p); visit++)
-            for (std::vector<kvpn_thread> &row : rows)
-                if (at + row[0].role < Way::end(p, row[0]))
-                    visit_token<Way, packs>(p, row, at + row[0].role, visit);
-    end_kernel();
-}
-
-/* A token in the kernel of few tokens. */
-template <int max_ranks, kvpn_few_form form>
-static void finish_few(const kvpn_norm_params &p, std::vector<kvpn_thread> &row,
-                       std::vector<kvpn_norm_token<1>> &tokens, std::vector<kvpn_few_later<max_ranks>> &later)
+/* What follows s, for the threads of a row. */
+template <kvpn_norm_form form>
+static void finish_token(const kvpn_norm_params &p, const std::vector<kvpn_thread> &row,
+                         std::vector<kvpn_norm_token<form>> &tokens)
 {
     uint32_t largest = 0;
-    for (size_t t = 0; t < row.size(); t++) {
-        kvpn_few_awaited<max_ranks> awaited;
-        kvpn_few_look_ahead<max_ranks, form>(p, row[t], tokens[t], later[t]);
-        if (kvpn_few_poll<kvpn_bf16, max_ranks, form>(p, row[t], tokens[t], awaited) ||
-            kvpn_few_wait<max_ranks>(p, row[t], awaited))
-            kvpn_few_sum<kvpn_bf16, max_ranks>(p, awaited, tokens[t]);
-        else
-            kvpn_stop_rank(p, row[t]);
-        kvpn_few_send_next<max_ranks, form>(p, row[t], tokens[t], later[t]);
-        kvpn_few_add<kvpn_bf16, form>(p, row[t], tokens[t]);
-    }
-    const float total = total_of<1>(row, tokens);
+    for (size_t t = 0; t < row.size(); t++)
+        kvpn_norm_add<kvpn_bf16>(p, row[t], tokens[t]);
+    const float total = total_of<form>(row, tokens);
     totals[tokens[0].token] = total;
     for (size_t t = 0; t < row.size(); t++) {
-        kvpn_few_multiply<kvpn_bf16, form>(p, row[t], total, tokens[t]);
+        kvpn_norm_multiply<kvpn_bf16>(p, row[t], total, tokens[t]);
         largest = std::max(largest, kvpn_norm_most<kvpn_bf16>(p, row[t], tokens[t]));
     }
     for (size_t t = 0; t < row.size() && p.quantised; t++)
         kvpn_norm_quantise<kvpn_bf16>(p, row[t], largest, tokens[t]);
 }
 
+/* The norm alone: a block has a token. */
+static void run_alone(const kvpn_norm_params &p, const call &c)
+{
+    for (uint32_t b = 0; b < c.tokens; b++) {
+        std::vector<kvpn_thread> row;
+        std::vector<kvpn_norm_token<kvpn_norm_alone>> tokens(c.threads);
+        for (uint32_t t = 0; t < c.threads; t++) {
+            row.push_back({b, 0, t, c.threads, 0, 0, 0, 0, 0});
+            kvpn_norm_begin(p, row[t], tokens[t]);
+        }
+        finish_token<kvpn_norm_alone>(p, row, tokens);
+    }
+    end_kernel();
+}
+
+/* A token in the kernel of few tokens. */
+template <int max_ranks, kvpn_norm_form form>
+static void finish_few(const kvpn_norm_params &p, std::vector<kvpn_thread> &row,
+                       std::vector<kvpn_norm_token<form>> &tokens, std::vector<kvpn_few_later<max_ranks>> &later)
+{
+    for (size_t t = 0; t < row.size(); t++) {
+        kvpn_few_awaited<max_ranks> awaited;
+        kvpn_few_look_ahead(p, row[t], tokens[t], later[t]);
+        if (kvpn_few_poll<kvpn_bf16>(p, row[t], tokens[t], awaited) || kvpn_few_wait(p, row[t], awaited))
+            tokens[t].r[0] = kvpn_few_sum<kvpn_bf16>(p, awaited);
+        else
+            kvpn_stop_rank(p, row[t]);
+        kvpn_few_send_next(p, row[t], tokens[t], later[t]);
+    }
+    finish_token<form>(p, row, tokens);
+}
+
 /* The kernel of few tokens. A row here has the threads of all blocks that share its tokens. */
-template <int max_ranks, kvpn_few_form form> static void run_few(const kvpn_norm_params &p, const call &c)
+template <int max_ranks, kvpn_norm_form form> static void run_few(const kvpn_norm_params &p, const call &c)
 {
     const uint32_t used = (c.tokens + c.block_rows - 1) / c.block_rows, all = c.threads << c.share_bits;
     std::vector<std::vector<kvpn_thread>> rows;
-    std::vector<std::vector<kvpn_norm_token<1>>> tokens;
+    std::vector<std::vector<kvpn_norm_token<form>>> tokens;
     for (uint32_t b = 0; b < used; b++)
         for (uint32_t r = 0; r < c.rows; r++) {
             rows.emplace_back(), tokens.emplace_back(all);
             size_t has = 0;
             for (uint32_t t = 0; t < all; t++) {
                 rows.back().push_back({(b << c.share_bits) + t / c.threads, r, t, c.threads, 0, 0, 0, 0, 0});
-                has += kvpn_few_begin<max_ranks, form>(p, rows.back()[t], tokens.back()[t]);
+                has += kvpn_few_begin<max_ranks>(p, rows.back()[t], tokens.back()[t]);
             }
             CHECK(has == (b * c.block_rows + r < c.tokens ? all : 0));
             if (has == 0)
@@ -229,7 +180,7 @@ template <int max_ranks, kvpn_few_form form> static void run_few(const kvpn_norm
                 continue;
             finish_few<max_ranks, form>(p, rows[k], tokens[k], later[k]);
             for (uint32_t t = 0; t < all; t++)
-                go_on += kvpn_few_next<max_ranks, form>(p, rows[k][t], tokens[k][t], later[k][t]);
+                go_on += kvpn_few_next(p, rows[k][t], tokens[k][t], later[k][t]);
             CHECK(go_on == 0 || go_on == all);
             more = more || go_on;
             if (!go_on)
@@ -241,37 +192,27 @@ template <int max_ranks, kvpn_few_form form> static void run_few(const kvpn_norm
 
 template <int max_ranks> static void run_way(const kvpn_norm_params &p, const call &c)
 {
-    enum { few = max_ranks <= 4 ? 2 : 4 };
-    const kvpn_few_form form = c.number % 2 || p.rank % 2 ? kvpn_few_form_of(&p) : kvpn_few_all; /* ranks may differ */
-    if (c.few && form == kvpn_few_plain)
-        run_few<max_ranks, kvpn_few_plain>(p, c);
-    else if (c.few && form == kvpn_few_shared)
-        run_few<max_ranks, kvpn_few_shared>(p, c);
-    else if (c.few && form == kvpn_few_quantised)
-        run_few<max_ranks, kvpn_few_quantised>(p, c);
-    else if (c.few && form == kvpn_few_any)
-        run_few<max_ranks, kvpn_few_any>(p, c);
-    else if (c.few)
-        run_few<max_ranks, kvpn_few_all>(p, c);
-    else if (c.what == one_shot)
-        run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, few>, few>(p, c);
-    else if (c.what == two_shot && c.packs == 1)
-        run_kernel<kvpn_norm_two_shot<kvpn_bf16, max_ranks, 1>, 1>(p, c);
-    else if (c.what == two_shot)
-        run_kernel<kvpn_norm_two_shot<kvpn_bf16, max_ranks, 4>, 4>(p, c);
-    else if (c.packs == 1)
-        run_kernel<kvpn_norm_of_memory<kvpn_bf16, 1>, 1>(p, c);
+    const kvpn_norm_form form =
+        c.number % 2 || p.rank % 2 ? kvpn_few_form_of(&p) : kvpn_norm_all; /* ranks may differ */
+    if (c.what == alone)
+        run_alone(p, c);
+    else if (form == kvpn_norm_plain)
+        run_few<max_ranks, kvpn_norm_plain>(p, c);
+    else if (form == kvpn_norm_shared)
+        run_few<max_ranks, kvpn_norm_shared>(p, c);
+    else if (form == kvpn_norm_rows)
+        run_few<max_ranks, kvpn_norm_rows>(p, c);
     else
-        run_kernel<kvpn_norm_of_memory<kvpn_bf16, 4>, 4>(p, c);
+        run_few<max_ranks, kvpn_norm_all>(p, c);
 }
 
 static kvpn_norm_params params_of(job &j, uint32_t rank, const call &c, const norm_case &n, char *image)
 {
     const kvprim_norm_desc d = norm_desc_at(&n, image);
     kvpn_norm_params p = {};
-    set_ranks(p, j, rank, block_slots * c.parts);
+    set_ranks(p, j, rank, block_slots);
     p.tokens = c.tokens, p.row_packs = c.hidden / 8, p.rows = c.rows, p.block_packs = c.block_rows;
-    p.slice_packs = c.slice_rows, p.parts = c.parts, p.part_packs = block_slots, p.share_bits = c.share_bits;
+    p.share_bits = c.share_bits;
     p.send = d.send, p.send_stride = 2 * norm_stride(&n, d.send_stride);
     p.residual = static_cast<const char *>(d.residual), p.residual_stride = 2 * norm_stride(&n, d.residual_stride);
     p.weight = static_cast<const char *>(d.weight);
@@ -312,7 +253,7 @@ static bool is_right(const call &c, const norm_case &n, uint32_t rank, uint32_t 
 
 static bool run_one(job &j, uint32_t rank, uint64_t number)
 {
-    const call c = call_of(number, j.world);
+    const call c = call_of(number);
     const norm_case n = case_of(c, rank);
     std::vector<uint4> before(n.bytes / sizeof(uint4)), after;
     char *const image = reinterpret_cast<char *>(before.data());
@@ -329,28 +270,27 @@ static bool run_one(job &j, uint32_t rank, uint64_t number)
     return is_right(c, n, rank, j.world, image, reinterpret_cast<char *>(after.data()));
 }
 
-static std::string name_of(uint64_t number, uint32_t world)
+static std::string name_of(uint64_t number, uint32_t)
 {
-    const call c = call_of(number, world);
-    return "way " + std::to_string(c.what) + ", " + std::to_string(c.tokens) + " tokens of " + std::to_string(c.hidden);
+    const call c = call_of(number);
+    return std::string(c.what == few ? "few" : "alone") + ", " + std::to_string(c.tokens) + " tokens of " +
+           std::to_string(c.hidden);
 }
 
 static void test_missing()
 {
-    for (way what : {one_shot, two_shot}) {
-        uint64_t number = 5;
-        while (call_of(number, 3).what != what || call_of(number, 3).tokens < 3)
-            number++;
-        expect_missing_named(number);
-    }
+    uint64_t number = 5;
+    while (call_of(number).what != few || call_of(number).tokens < 3)
+        number++;
+    expect_missing_named(number);
 }
 
-/* A third of them only of calls for kvpn_few_kernel. */
-static std::vector<uint64_t> queue_of(uint32_t world, uint64_t first)
+/* The first one waits for other ranks. */
+static std::vector<uint64_t> queue_of(uint32_t, uint64_t first)
 {
     std::vector<uint64_t> queue;
     for (uint64_t n = 100 * first; queue.size() < 5; n++)
-        if (first % 3 == 1 ? call_of(n, world).few : !queue.empty() || call_of(n, world).what != alone)
+        if (!queue.empty() || call_of(n).what == few)
             queue.push_back(n);
     return queue;
 }
@@ -364,23 +304,25 @@ static unsigned place_of(const norm_case &n, int tensor)
                                                  : 1;
 }
 
-/* The calls above have every way, place and output. */
+/* The calls above have every kernel, place and output. */
 static void test_variety()
 {
     unsigned seen = 0;
     for (uint64_t i = 0; i < 800; i++) {
-        const call c = call_of(2000000 + i, 2);
+        const call c = call_of(2000000 + i);
         const norm_case n = case_of(c, 0);
         const bool residual = place_of(n, norm_residual) != 0, quantised = place_of(n, norm_quantised) != 0;
-        seen |= 1u << c.what | (c.parts > 1) << 3 | (c.packs > 1) << 4 | 1u << (5 + place_of(n, norm_sum)) |
-                1u << (9 + place_of(n, norm_residual_out)) | 1u << (13 + place_of(n, norm_out)) |
-                (quantised && n.d.scale_per_token) << 17 | (quantised && !n.d.scale_per_token) << 18 |
-                (c.block_rows > c.rows && c.slice_rows > c.rows) << 19 | residual << 20 | !residual << 21 |
-                (c.few && !quantised) << 22 | (c.few && quantised) << 23 | (c.few && c.rows > 1) << 24 |
-                (c.few && c.share_bits == 1) << 25 | (c.few && c.share_bits > 1) << 26 |
-                (c.few && c.slice_rows > c.rows && c.block_rows > c.rows) << 27 |
-                (c.few && c.share_bits && c.block_rows > 1) << 28 | (c.few && c.hidden % 256) << 29;
-        if (c.few && c.share_bits && c.hidden % 256 == 0 && c.block_rows == 1 && residual && !place_of(n, norm_sum))
+        if (c.what == alone)
+            seen |= 1u << (c.hidden > 512) | quantised << 2 | (c.hidden / 8 % 32 != 0) << 3;
+        else
+            seen |= 1u << 4 | 1u << (5 + place_of(n, norm_sum)) | 1u << (9 + place_of(n, norm_residual_out)) |
+                    1u << (13 + place_of(n, norm_out)) | (quantised && n.d.scale_per_token) << 17 |
+                    (quantised && !n.d.scale_per_token) << 18 | residual << 19 | !residual << 20 | !quantised << 21 |
+                    (c.rows > 1) << 22 | (c.share_bits == 1) << 23 | (c.share_bits > 1) << 24 |
+                    (c.tokens > c.rows && c.block_rows > c.rows) << 25 | (c.share_bits && c.block_rows > 1) << 26 |
+                    (c.hidden % 256 != 0) << 27 | (c.rows > 1 && quantised) << 28 | (c.rows > 1 && !quantised) << 29;
+        if (c.what == few && c.share_bits && c.hidden % 256 == 0 && c.block_rows == 1 && residual &&
+            !place_of(n, norm_sum))
             seen |= 1u << (c.hidden / 8 == c.threads << c.share_bits ? 30 : 31); /* the last warps have no packs */
     }
     CHECK((seen | 1u << (5 + 3)) == ~0u); /* the sum is never in the place of the residual */
@@ -389,7 +331,7 @@ static void test_variety()
 int main(int argc, char **argv)
 {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
-    run("norm emulated: calls have every way, place and output", test_variety);
+    run("norm emulated: calls have every kernel, place and output", test_variety);
     for (uint32_t world = 2; world <= 8; world++)
         test_world("norm", world, quick ? 20 : 120);
     run("norm emulated: a rank that stays away is named", test_missing);
