@@ -69,7 +69,8 @@
        >>impl_nccl        collectives by NCCL
        >>impl_group       calls that wait for kvprim_group_end
        >>impl_collective  the public collectives
-       >>impl_norm_call   all_reduce_norm: its arguments, how a call goes, and the same on the host
+       >>impl_norm_call   all_reduce_norm: its arguments, and how a call goes
+       >>impl_norm_host   the same on the host
        >>impl_ring        the ring
 
    Rules that hold for every function here
@@ -2267,8 +2268,9 @@ KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &m
     t.token = kvpn_few_first<form>(p, me) + (usual ? 0 : me.role);
     if (!usual && t.token >= (in_turn ? kvpn_few_end(p, me) : p.tokens))
         return false;
-    /* As kvpn_send_offset, but with so little after the load of the turn that the compiler makes no branch of it, after
-       which it would load the pack. A thread without a pack sends as one that has stopped. */
+    /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch, and
+       the compiler would load the pack only after it. A thread without a pack sends where kvpn_send_offset lets those
+       send that have stopped. */
     const uint32_t slot =
         kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, t.token)); /* if the turn is 0 */
     t.r[0] = kvpn_norm_load<form>(p, me, p.send, t.token, p.send_stride, 0);
@@ -5543,7 +5545,9 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_
     return s;
 }
 
-/* The host's twin. It reads addends and residual up to three times instead of keeping a row. An element's outputs are
+/* >>impl_norm_host -------------------------------------------------------------------------------------------------
+
+   The host's twin. It reads addends and residual up to three times instead of keeping a row. An element's outputs are
    written after all reads of that element, so they may lie in its place. */
 
 static float kvpn_host_element(const kvprim_norm_desc *d, const void *tensor, int64_t at)
@@ -5590,8 +5594,8 @@ static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, 
     return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
 }
 
-/* Whether a * a * x > 1, without rounding. a has 25 bits, so fp64 holds its square; that is split into 27 bits and the
-   rest, whose products with x fp64 holds as well. */
+/* Whether a * a * x > 1, exactly. a has 25 bits and x has 24, so a * a fits into the 53 bits of an fp64. So do the
+   products of x with the highest 27 bits of a * a, and with the other 23. */
 static bool kvpn_host_exceeds_one(double a, double x)
 {
     const double square = a * a;

@@ -397,7 +397,7 @@ static void test_norm_of_one_block(rank_state &r)
 {
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
-    desc.max_sms = 1;
+    desc.max_sms = 1, desc.all_reduce_limit = 1; /* which is not for norms */
     open_comm(r, &comm, desc);
     for (int n = 0; n < (quick ? 12 : 60); n++)
         norm_once(r, &comm,
