@@ -2600,14 +2600,14 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     } while (kvpn_few_next(p, me, t, later));
 }
 
-/* The kernel of a call. The first line that fits counts. Each form can do what those above it do.
+/* Which kernel a launch takes. The first line that fits counts.
 
-       s is in memory                                                        kvpn_norm_kernel
-       more than 4 ranks                                                     kvpn_few_kernel, all: not measured
-       threads without a pack, or more tokens than rows                      all
-       blocks share a token: with the usual outputs; with others             shared; all
-       a token for each block, and the usual outputs                         plain
-       otherwise                                                             rows */
+       s is in memory                                                         kvpn_norm_kernel
+       more than 4 ranks, which nobody has measured                           kvpn_few_kernel: all
+       some threads have no pack, or a row has several tokens                 all
+       blocks share a token: the usual outputs; any others                    shared; all
+       a token for each block, the usual outputs                              plain
+       otherwise                                                              rows */
 static const void *kvpn_pick_norm(kvprim_dtype dtype)
 {
     return dtype == KVPRIM_BF16 ? (const void *)kvpn_norm_kernel<kvpn_bf16> : (const void *)kvpn_norm_kernel<kvpn_f16>;
