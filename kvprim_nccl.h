@@ -99,7 +99,7 @@
                                from 2.19 on, whichever version it was compiled with.
    KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
                                for each architecture.
-   KVPRIM_NO_NORM              the same for the kernels of kvprim_all_reduce_norm, which take 8 s: on all ranks or on
+   KVPRIM_NO_NORM              the same for the kernels of kvprim_all_reduce_norm, which take 5 s; on all ranks or on
                                none. kvprim_all_reduce_norm then returns KVPRIM_ERROR_UNSUPPORTED, and init takes no
                                memory for it.
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
