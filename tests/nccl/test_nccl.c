@@ -671,6 +671,44 @@ static void test_grids_of_few(void)
         CHECK(shared_by[bits] > 0);
 }
 
+/* The norm whose parts are taken, and how many of its tokens have been. */
+static kvprim_norm_desc norm_whole;
+static int64_t norm_taken;
+
+static bool norm_follows(const void *part, const void *whole, int64_t stride, int64_t bytes)
+{
+    return part == (const char *)whole + norm_taken * stride * bytes;
+}
+
+static kvprim_status take_norm_part(const kvpn_call *, const kvprim_norm_desc *d)
+{
+    const kvprim_norm_desc *const w = &norm_whole;
+    CHECK(norm_follows(d->send, w->send, w->send_stride, 2) && d->weight == w->weight);
+    CHECK(norm_follows(d->residual, w->residual, w->residual_stride, 2));
+    CHECK(norm_follows(d->sum, w->sum, w->sum_stride, 2) && norm_follows(d->out, w->out, w->out_stride, 2));
+    CHECK(norm_follows(d->residual_out, w->residual_out, w->residual_out_stride, 2));
+    CHECK(norm_follows(d->quantised, w->quantised, w->quantised_stride, 1));
+    CHECK(norm_follows(d->scale, w->scale, w->scale_per_token, 4) && d->tokens > 0);
+    norm_taken += d->tokens;
+    return KVPRIM_OK;
+}
+
+/* Each token is in one part, in order. */
+static void test_norm_parts(void)
+{
+    kvpn_call c = {};
+    for (int k = 0; k < 2 * 12; k++) {
+        norm_whole = good_norm(), norm_taken = 0;
+        norm_whole.tokens = 1 + k / 2, norm_whole.scale_per_token = k % 2;
+        norm_whole.send_stride = 64, norm_whole.residual_stride = 72, norm_whole.sum_stride = 80;
+        norm_whole.residual_out_stride = 88, norm_whole.out_stride = 96, norm_whole.quantised_stride = 104;
+        CHECK(kvpn_launch_norm_by(&c, &norm_whole, take_norm_part, 5) == KVPRIM_OK);
+        CHECK(norm_taken == norm_whole.tokens);
+    }
+    norm_whole.sum = NULL;
+    CHECK(kvpn_norm_part(&norm_whole, 3, 1).sum == NULL);
+}
+
 /* How a norm goes, and that each part of it fits its launch. */
 static kvpn_norm_way norm_way(const kvprim_comm *comm, int64_t tokens, int64_t hidden)
 {
@@ -792,6 +830,11 @@ static void test_grids_of_few(void)
     test_grids();
 }
 
+static void test_norm_parts(void)
+{
+    test_grids();
+}
+
 static void test_norm_ways(void)
 {
     test_grids();
@@ -826,6 +869,7 @@ __attribute__((weak)) int main(void)
     run("nccl: tensors of a norm that overlap", test_norm_overlaps);
     run("nccl: grids of launches", test_grids);
     run("nccl: grids of norms of few tokens", test_grids_of_few);
+    run("nccl: parts of a norm", test_norm_parts);
     run("nccl: which way a norm takes", test_norm_ways);
     run("nccl: which way a call takes", test_choices);
     return finish();
