@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* What follows attention and the MLP in a tensor-parallel layer, in one kernel: the ranks' partial results are summed,
+/* What follows attention and the MLP in a tensor-parallel layer, in one call: the ranks' partial results are summed,
    the residual is added, and RMSNorm makes the next layer's input, here as FP8 with a scale for each token. A thread per
    GPU of this machine; one GPU works too. Compares every bit with the same function on the host.
 
