@@ -2603,11 +2603,10 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
 /* Which kernel a launch takes. The first line that fits counts.
 
        s is in memory                                                         kvpn_norm_kernel
-       more than 4 ranks, which nobody has measured                           kvpn_few_kernel: all
-       some threads have no pack, or a row has several tokens                 all
-       blocks share a token: the usual outputs; any others                    shared; all
+       some threads have no pack, or a row has several tokens                 kvpn_few_kernel: all
+       blocks share a token: the usual outputs, up to 4 ranks; otherwise      shared; all
        a token for each block, the usual outputs                              plain
-       otherwise                                                              rows */
+       otherwise: up to 4 ranks; more                                         rows; all */
 static const void *kvpn_pick_norm(kvprim_dtype dtype)
 {
     return dtype == KVPRIM_BF16 ? (const void *)kvpn_norm_kernel<kvpn_bf16> : (const void *)kvpn_norm_kernel<kvpn_f16>;
@@ -2623,9 +2622,10 @@ template <class T, int max_ranks> static const void *kvpn_pick_few(kvpn_norm_for
 
 template <class T> static const void *kvpn_pick_few(int world, kvpn_norm_form form)
 {
-    return world == 2   ? kvpn_pick_few<T, 2>(form)
-           : world <= 4 ? kvpn_pick_few<T, 4>(form)
-                        : (const void *)kvpn_few_kernel<T, 8, kvpn_norm_all>;
+    return world == 2                ? kvpn_pick_few<T, 2>(form)
+           : world <= 4              ? kvpn_pick_few<T, 4>(form)
+           : form == kvpn_norm_plain ? (const void *)kvpn_few_kernel<T, 8, kvpn_norm_plain>
+                                     : (const void *)kvpn_few_kernel<T, 8, kvpn_norm_all>;
 }
 
 static const void *kvpn_pick_few(kvprim_dtype dtype, int world, kvpn_norm_form form)
