@@ -644,7 +644,7 @@ typedef struct kvpn_params {
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
-    uint64_t count; /* elements; all_gather, and with kvpn_any: bytes */
+    uint64_t count; /* bytes of the tensor; of a rank's part, where there are parts */
     uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
     uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
@@ -858,7 +858,6 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
    gives the bits of a sum in fp32 that is rounded, as fp32 has more than twice the digits. */
 struct kvpn_f32 {
     enum { per_word = 1 };
-    typedef uint32_t bits;
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         memcpy(f, &word, 4);
@@ -881,7 +880,6 @@ struct kvpn_f32 {
 
 struct kvpn_bf16 {
     enum { per_word = 2 };
-    typedef uint16_t bits;
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         const uint32_t low = word << 16, high = word & 0xffff0000u;
@@ -909,7 +907,6 @@ struct kvpn_bf16 {
 #ifndef KVPRIM_NCCL_EMULATE
 struct kvpn_f16 {
     enum { per_word = 2 };
-    typedef uint16_t bits;
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         __half2 pair;
@@ -1004,10 +1001,9 @@ struct kvpn_e5m2 {
     }
 };
 
-/* The kernel's parameters say which of these types it is, and what to do with it. Counts are bytes. */
+/* The kernel's parameters say which of these types it is, and what to do with it. */
 struct kvpn_any {
     enum { per_word = 4 };
-    typedef unsigned char bits;
 };
 
 /* Loads the first `left` units at `from` as `words` words, with zeros after them. */
@@ -1031,25 +1027,22 @@ template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_store_units(void *to,
 }
 
 /* Pack i of a tensor, with zeros after its end. `whole`: the tensor is aligned, and ends with a pack. */
-template <class T, bool whole>
-KVPRIM_NCCL_DEVICE uint4 kvpn_load_pack(const kvpn_params &p, const void *send, uint32_t i)
+template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_pack(const kvpn_params &p, const void *send, uint32_t i)
 {
-    enum { elements = 4 * T::per_word };
     uint32_t w[4];
-    if (whole || (p.send_aligned && (i + 1ull) * elements <= p.count))
+    if (whole || (p.send_aligned && (i + 1ull) * 16 <= p.count))
         return ((const uint4 *)send)[i];
-    kvpn_load_units<typename T::bits, 4>((const char *)send + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
+    kvpn_load_units<unsigned char, 4>((const char *)send + (size_t)i * 16, p.count - (uint64_t)i * 16, w);
     return uint4{w[0], w[1], w[2], w[3]};
 }
 
-template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvpn_params &p, uint32_t i, uint4 v)
+template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvpn_params &p, uint32_t i, uint4 v)
 {
-    enum { elements = 4 * T::per_word };
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    if (whole || (p.recv_aligned && (i + 1ull) * elements <= p.count))
+    if (whole || (p.recv_aligned && (i + 1ull) * 16 <= p.count))
         ((uint4 *)p.recv)[i] = v;
     else
-        kvpn_store_units<typename T::bits, 4>((char *)p.recv + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
+        kvpn_store_units<unsigned char, 4>((char *)p.recv + (size_t)i * 16, p.count - (uint64_t)i * 16, w);
 }
 
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
@@ -1150,7 +1143,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, ui
     return kvpn_replace_empty(all);
 }
 
-/* Sums of fp16, bf16 and fp32 have kernels of their own: if they take the op from their parameters, a small sum takes
+/* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small sum takes
    2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
@@ -1247,7 +1240,7 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_
 /* >>impl_ways ------------------------------------------------------------------------------------------------------
 
    A way is a struct of T, the element type of sums; max_ranks, the largest world (2, 4 or 8); and whole, which says
-   that all tensors are aligned and end with a pack. A kernel calls its begin, which sends, and its complete, which
+   that all tensors are aligned and end with a pack. If they do not, T is kvpn_any: such sums are rare. A kernel calls its begin, which sends, and its complete, which
    waits for packs and writes the result. Between the two, all threads have taken their turn.
 
    Most ways go pack by pack. Thread t has packs t, t + threads, ... of its block, and the same ones when it sends, sums
@@ -1285,7 +1278,7 @@ template <class Way> struct kvpn_pack_by_pack {
 
 /* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
    on. */
-template <class T, int max_ranks, bool whole>
+template <int max_ranks, bool whole>
 KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                         uint64_t pitch)
 {
@@ -1297,7 +1290,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
     for (uint32_t k = 1; k < max_ranks; k++) {
         const uint32_t to = kvpn_peer_rank(p, k);
         if (k < p.world && to * part_packs + at < p.packs) {
-            v[k] = kvpn_load_pack<T, whole>(p, (const char *)p.send + to * pitch, to * part_packs + at);
+            v[k] = kvpn_load_pack<whole>(p, (const char *)p.send + to * pitch, to * part_packs + at);
             if (!whole) /* fewer registers */
                 kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
         }
@@ -1322,14 +1315,14 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
     if (shares && at >= p.packs)
         return true;
-    kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<whole>(p, (const char *)p.send + p.rank * pitch, at), v);
     const uint32_t what = kvpn_reduction<T, max_ranks>::before_wait(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
     const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, what, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
-    kvpn_store_pack<T, whole>(p, at, sum);
+    kvpn_store_pack<whole>(p, at, sum);
     kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
     return true;
 }
@@ -1339,7 +1332,7 @@ template <class T, int max_ranks, bool whole>
 struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_one_shot<T, max_ranks, whole>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint4 v = kvpn_load_pack<T, whole>(p, p.send, me.block * p.block_packs + j);
+        const uint4 v = kvpn_load_pack<whole>(p, p.send, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
         kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), kvpn_replace_empty(v));
     }
@@ -1359,7 +1352,7 @@ struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks, whole>> {
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<T, max_ranks, whole>(p, me, j, p.slice_packs, 0);
+        kvpn_send_parts<max_ranks, whole>(p, me, j, p.slice_packs, 0);
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
@@ -1381,7 +1374,7 @@ struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks, whole>> {
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < max_ranks; r++)
             if (ranks >> r & 1)
-                kvpn_store_pack<T, whole>(p, r * p.slice_packs + at, v[r]);
+                kvpn_store_pack<whole>(p, r * p.slice_packs + at, v[r]);
         kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, ranks);
         return true;
     }
@@ -1392,7 +1385,7 @@ template <class T, int max_ranks, bool whole>
 struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks, whole>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<T, max_ranks, whole>(p, me, j, 0, p.pitch);
+        kvpn_send_parts<max_ranks, whole>(p, me, j, 0, p.pitch);
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
@@ -1657,7 +1650,7 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < count; u++)
             if (which >> u & 1)
-                v[u] = kvpn_load_pack<T, whole>(p, from, first + u * p.block_packs);
+                v[u] = kvpn_load_pack<whole>(p, from, first + u * p.block_packs);
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t step, const uint4 (&v)[packs])
@@ -1687,7 +1680,7 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
                 const uint4 mine = kvpn_replace_empty(own[u]), other = v[half + u];
                 uint4 both[2] = {p.rank ? other : mine, p.rank ? mine : other};
                 if (which >> (half + u) & 1)
-                    kvpn_store_pack<T, whole>(p, first + (half + u) * p.block_packs,
+                    kvpn_store_pack<whole>(p, first + (half + u) * p.block_packs,
                                               kvpn_reduction<T, 2>::of(p, what, both));
             }
         }
@@ -3980,7 +3973,7 @@ static const kvprim_dtype kvpn_any_dtype = KVPRIM_U8;
 template <template <class, int, bool> class Way, class T, int max_ranks>
 static kvpn_kernel_function kvpn_pick(bool whole)
 {
-    return whole ? kvpn_kernel<Way, T, max_ranks, true> : kvpn_kernel<Way, T, max_ranks, false>;
+    return whole ? kvpn_kernel<Way, T, max_ranks, true> : kvpn_kernel<Way, kvpn_any, max_ranks, false>;
 }
 
 template <template <class, int, bool> class Way, class T> static kvpn_kernel_function kvpn_pick(int world, bool whole)
@@ -5012,7 +5005,7 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
     }
 }
 
-/* Whether the kernel is of this type. If not, it is of kvpn_any. */
+/* Whether aligned tensors have a kernel of this type. The others go through one of kvpn_any. */
 static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
 {
     return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
@@ -5212,14 +5205,13 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
 static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
-    const bool gathers = way == kvpn_by_gather || kvpn_group_of(way),
-               sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
+    const bool gathers = way == kvpn_by_gather || kvpn_group_of(way);
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
     kvpn_set_ranks(comm, &p);
     p.send = c->send, p.recv = c->recv;
-    p.count = gathers || !sums ? bytes : c->count;
+    p.count = bytes;
     p.pitch = pitch * c->element;
     kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
@@ -5232,6 +5224,7 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     else
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
+    const bool sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
     const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
     return kvpn_launch_kernel(c, kernel, blocks, dim3(threads, kvpn_roles_of(way, comm->world)), &p);
 }

@@ -42,12 +42,6 @@ struct call {
     kvprim_op op;
 };
 
-/* Whether its kernel is of kvpn_any. */
-static bool is_any(const call &c)
-{
-    return c.op != KVPRIM_SUM || (c.type != KVPRIM_F32 && c.type != KVPRIM_BF16);
-}
-
 static bool is_pipeline(kind what)
 {
     return what == pipeline || what == pipeline_scatter;
@@ -275,10 +269,10 @@ template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, 
         run_kernel<kvpn_gather_many<kvpn_f32, max_ranks, whole>>(p, c);
     else if (c.what == gather_most)
         run_kernel<kvpn_gather_most<kvpn_f32, max_ranks, whole>>(p, c);
-    else if (c.type == KVPRIM_F32 && c.op == KVPRIM_SUM)
-        run_reduction<kvpn_f32, max_ranks, whole>(p, c);
-    else if (c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
-        run_reduction<kvpn_bf16, max_ranks, whole>(p, c);
+    else if (whole && c.type == KVPRIM_F32 && c.op == KVPRIM_SUM)
+        run_reduction<kvpn_f32, max_ranks, true>(p, c);
+    else if (whole && c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
+        run_reduction<kvpn_bf16, max_ranks, true>(p, c);
     else
         run_reduction<kvpn_any, max_ranks, whole>(p, c);
 }
@@ -363,7 +357,7 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
         at.send[b] = input_byte(c, rank, b);
     memcpy(before, at.recv, at.recv_bytes + guard_bytes);
     set_ranks(p, j, rank, block_slots);
-    p.send = at.send, p.recv = at.recv, p.count = is_any(c) ? bytes : c.count, p.pitch = c.pitch;
+    p.send = at.send, p.recv = at.recv, p.count = bytes, p.pitch = c.pitch;
     p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
     p.what = c.op == KVPRIM_SUM   ? kvpn_sums
              : c.op == KVPRIM_AVG ? kvpn_averages
