@@ -1596,38 +1596,42 @@ struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole>
 };
 
 /* Pipeline: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
-   than two shots do, and no second half waits for the first.) So is reduce_scatter.
+   than two shots do, and no second half waits for the first.) So is reduce_scatter; of an all_reduce p.pitch is 0.
 
    Each thread has kvpn_pipeline_packs packs in each step. In round k it sends its packs of step k, and reduces those
-   of step k - 1. The thread that writes a result is the one that has sent what it may overwrite. The slots of this
-   launch's set, those of both areas and of both senders, are 4 or 8 places for steps, which are used again and again.
-   Where they are must not depend on T or whole, which may differ between ranks.
+   of step k - 1: all at once, or one piece of both after another. The thread that writes a result is the one that has
+   sent what it may overwrite. The slots of this launch's set, those of both areas and of both senders, are 4 or 8
+   places for steps, which are used again and again. Where they are must not depend on T or whole, which may differ
+   between ranks.
 
-   Why the place of step k is empty when step k is sent there: a thread has a fence in each round if there are 4 places,
-   and in every third one if there are 8. Its last fence was in round g, which is k, or is at least k - 2. Before that
-   fence it had received step g - 2. The other rank sent that after a fence in round g - 2, or g - 3. Before its fence,
-   the other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or k - 7 at least. */
+   Why the place of step k is empty when step k is sent there: a thread has a fence before each round if there are 4
+   places, and before every third one if there are 8. Its last fence was before round g, which is k, or is at least
+   k - 2. Before that fence it had received step g - 2. The other rank sent that after a fence before round g - 2, or
+   g - 3. Before its fence, the other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or
+   k - 7 at least. */
 enum { kvpn_pipeline_packs = 8, kvpn_pipeline_threads = 512 };
-template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipeline {
+template <class T, int max_ranks, bool whole> struct kvpn_pipeline {
     enum { threads = kvpn_pipeline_threads, threads_of_8 = kvpn_pipeline_threads, turn_last = 0 };
-    enum { packs = kvpn_pipeline_packs };
+    /* Packs of a piece, and pieces of a step. Two packs keep as much under way as two shots do; what kvpn_any does with
+       8 of them would be 70 KB of code. */
+    enum { packs = whole ? (int)kvpn_pipeline_packs : 2, pieces = kvpn_pipeline_packs / packs };
 
     /* Places in each row of slots: of an area, from a sender. */
     KVPRIM_NCCL_DEVICE uint32_t places_of_row(const kvpn_params &p, const kvpn_thread &me)
     {
-        return p.block_bytes >= 2 * 16 * packs * me.threads ? 2 : 1;
+        return p.block_bytes >= 2 * 16 * kvpn_pipeline_packs * me.threads ? 2 : 1;
     }
 
-    /* The thread's first pack of a step. Packs of a thread lie p.block_packs apart, which is a pack of each thread. */
-    KVPRIM_NCCL_DEVICE uint32_t first_pack(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    /* The thread's first pack of a piece. Packs of a thread lie p.block_packs apart, which is a pack of each thread. */
+    KVPRIM_NCCL_DEVICE uint32_t first_pack(const kvpn_params &p, const kvpn_thread &me, uint32_t piece)
     {
-        return step * packs * p.block_packs + me.block * me.threads + me.thread;
+        return piece * packs * p.block_packs + me.block * me.threads + me.thread;
     }
 
-    /* A bit for each pack of the step that the thread has. */
-    KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    /* A bit for each pack of the piece that the thread has. */
+    KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_params &p, const kvpn_thread &me, uint32_t piece)
     {
-        const uint32_t first = first_pack(p, me, step);
+        const uint32_t first = first_pack(p, me, piece);
         uint32_t which = 0;
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < packs; u++)
@@ -1636,27 +1640,29 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
     }
 
     /* Of the thread's first slot; the next ones are me.threads further on. */
-    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t piece)
     {
-        const uint32_t of_row = places_of_row(p, me), row = step / of_row % 4;
-        return kvpn_slot_offset(p, me, row / 2, row % 2, step % of_row * packs * me.threads + me.thread);
+        const uint32_t of_row = places_of_row(p, me), step = piece / pieces, row = step / of_row % 4;
+        return kvpn_slot_offset(p, me, row / 2, row % 2,
+                                (step % of_row * kvpn_pipeline_packs + piece % pieces * packs) * me.threads +
+                                    me.thread);
     }
 
     /* Of the part for rank `part`, if there are parts: those packs from pack `first` on whose bits are set. */
     template <int count>
     KVPRIM_NCCL_DEVICE void load(const kvpn_params &p, uint32_t part, uint32_t first, uint32_t which, uint4 (&v)[count])
     {
-        const char *const from = (const char *)p.send + (scatters ? part * p.pitch : 0);
+        const char *const from = (const char *)p.send + part * p.pitch;
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < count; u++)
             if (which >> u & 1)
                 v[u] = kvpn_load_pack<whole>(p, from, first + u * p.block_packs);
     }
 
-    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t step, const uint4 (&v)[packs])
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t piece, const uint4 (&v)[packs])
     {
-        const uint32_t which = packs_of(p, me, step);
-        char *const to = p.peer[1] + offset(p, me, step);
+        const uint32_t which = packs_of(p, me, piece);
+        char *const to = p.peer[1] + offset(p, me, piece);
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < packs; u++)
             if (which >> u & 1)
@@ -1664,10 +1670,10 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
     }
 
     /* Returns false if this rank stopped. */
-    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t step, uint32_t what)
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t piece, uint32_t what)
     {
-        const uint32_t which = packs_of(p, me, step), first = first_pack(p, me, step);
-        char *const slots = p.peer[0] + offset(p, me, step);
+        const uint32_t which = packs_of(p, me, piece), first = first_pack(p, me, piece);
+        char *const slots = p.peer[0] + offset(p, me, piece);
         uint4 v[packs] = {};
         if (!kvpn_wait_for_slots<packs, false>(p, me, slots, 16 * me.threads, which, (int32_t)(p.rank ^ 1), v))
             return false;
@@ -1681,7 +1687,7 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
                 uint4 both[2] = {p.rank ? other : mine, p.rank ? mine : other};
                 if (which >> (half + u) & 1)
                     kvpn_store_pack<whole>(p, first + (half + u) * p.block_packs,
-                                              kvpn_reduction<T, 2>::of(p, what, both));
+                                           kvpn_reduction<T, 2>::of(p, what, both));
             }
         }
         kvpn_clear_slots<packs>(slots, 16 * me.threads, which);
@@ -1695,24 +1701,20 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
 
     KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
     {
-        const uint32_t steps = (p.packs + packs * p.block_packs - 1) / (packs * p.block_packs);
+        const uint32_t of_step = kvpn_pipeline_packs * p.block_packs, steps = (p.packs + of_step - 1) / of_step;
         const uint32_t what = kvpn_reduction<T, 2>::before_wait(p, me), period = places_of_row(p, me) == 2 ? 3 : 1;
         uint4 v[packs] = {};
         load(p, p.rank ^ 1, first_pack(p, me, 0), packs_of(p, me, 0), v);
-        for (uint32_t k = 0; k <= steps && me.stop_reason == 0; k++) {
-            if (k != 0 && k < steps && k % period == 0)
+        for (uint32_t n = 0; n < (steps + 1) * pieces && me.stop_reason == 0; n++) {
+            const uint32_t k = n / pieces;
+            if (n % pieces == 0 && k != 0 && k < steps && k % period == 0)
                 kvpn_fence();
-            send(p, me, k, v);
-            load(p, p.rank ^ 1, first_pack(p, me, k + 1), packs_of(p, me, k + 1), v); /* before the wait */
-            if (k != 0 && !receive(p, me, k - 1, what))
+            send(p, me, n, v);
+            load(p, p.rank ^ 1, first_pack(p, me, n + 1), packs_of(p, me, n + 1), v); /* before the wait */
+            if (k != 0 && !receive(p, me, n - pieces, what))
                 return;
         }
     }
-};
-
-template <class T, int max_ranks, bool whole> struct kvpn_pipeline_sum : kvpn_pipeline<T, max_ranks, whole, false> {
-};
-template <class T, int max_ranks, bool whole> struct kvpn_pipeline_scatter : kvpn_pipeline<T, max_ranks, whole, true> {
 };
 
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
@@ -3958,7 +3960,6 @@ typedef enum kvpn_way {
     kvpn_by_gather_many,
     kvpn_by_gather_most,
     kvpn_by_pipeline,
-    kvpn_by_pipeline_scatter,
     kvpn_by_parts, /* these last */
     kvpn_by_parts_many,
     kvpn_by_parts_most
@@ -3993,25 +3994,23 @@ static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
 }
 
 /* Of two ranks. */
-template <template <class, int, bool> class Way>
-static kvpn_kernel_function kvpn_pick_of_two(kvprim_dtype dtype, bool whole)
+static kvpn_kernel_function kvpn_pick_pipeline(kvprim_dtype dtype, bool whole)
 {
-    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32, 2>(whole)
-           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16, 2>(whole)
-           : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16, 2>(whole)
-                                  : kvpn_pick<Way, kvpn_any, 2>(whole);
+    return !whole || dtype == kvpn_any_dtype ? kvpn_kernel<kvpn_pipeline, kvpn_any, 2, false>
+           : dtype == KVPRIM_F32             ? kvpn_kernel<kvpn_pipeline, kvpn_f32, 2, true>
+           : dtype == KVPRIM_BF16            ? kvpn_kernel<kvpn_pipeline, kvpn_bf16, 2, true>
+                                             : kvpn_kernel<kvpn_pipeline, kvpn_f16, 2, true>;
 }
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way == kvpn_by_pipeline           ? kvpn_pick_of_two<kvpn_pipeline_sum>(dtype, whole)
-           : way == kvpn_by_pipeline_scatter ? kvpn_pick_of_two<kvpn_pipeline_scatter>(dtype, whole)
-           : way == kvpn_by_gather           ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_many      ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_most      ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
-           : way == kvpn_by_scatter          ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
-           : way == kvpn_by_one_shot         ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
-                                             : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+    return way == kvpn_by_pipeline      ? kvpn_pick_pipeline(dtype, whole)
+           : way == kvpn_by_gather      ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_most ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
+           : way == kvpn_by_scatter     ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
+           : way == kvpn_by_one_shot    ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
+                                        : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
 template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
@@ -4990,7 +4989,6 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
     case kvpn_by_two_shot:
         return slots * (size_t)comm->world;
     case kvpn_by_pipeline: /* so that packs have numbers of 32 bits */
-    case kvpn_by_pipeline_scatter:
         return (size_t)1 << 34;
     case kvpn_by_gather:
     case kvpn_by_parts:
@@ -5045,7 +5043,7 @@ static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvpri
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (!kvpn_has_kernels(comm, dtype, op) || (bytes > limits.scatter / (size_t)comm->world && !comm->deterministic))
         return kvpn_by_nccl;
-    return bytes > kvpn_pipeline_limit(comm, true) / (size_t)comm->world ? kvpn_by_pipeline_scatter : kvpn_by_scatter;
+    return bytes > kvpn_pipeline_limit(comm, true) / (size_t)comm->world ? kvpn_by_pipeline : kvpn_by_scatter;
 }
 
 /* `bytes`: of each rank's part. */
@@ -5102,11 +5100,6 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
            : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_all_gather     ? kvpn_choose_gather(c->comm, bytes)
                                             : kvpn_by_nccl;
-}
-
-static bool kvpn_is_pipeline(kvpn_way way)
-{
-    return way == kvpn_by_pipeline || way == kvpn_by_pipeline_scatter;
 }
 
 /* A block has slots for 4 or 8 steps of all its threads. */
@@ -5212,14 +5205,13 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     kvpn_set_ranks(comm, &p);
     p.send = c->send, p.recv = c->recv;
     p.count = bytes;
-    p.pitch = pitch * c->element;
+    p.pitch = c->kind == kvpn_all_reduce ? 0 : pitch * c->element;
     kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    p.send_aligned = (uintptr_t)c->send % unit == 0 &&
-                     ((way != kvpn_by_scatter && way != kvpn_by_pipeline_scatter) || p.pitch % unit == 0);
+    p.send_aligned = (uintptr_t)c->send % unit == 0 && (gathers || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
-    if (kvpn_is_pipeline(way))
+    if (way == kvpn_by_pipeline)
         kvpn_set_stream_grid(comm, &p, &blocks, &threads);
     else
         kvpn_set_grid(comm, &p, way, &blocks, &threads);

@@ -9,7 +9,7 @@
 
 /* In the order of kvpn_way. */
 static const char *const way_names[] = {"NCCL", "one shot", "two shots", "scatter", "gather", "many",
-                                        "most", "pipeline", "pipeline",  "parts",   "many",   "most"};
+                                        "most", "pipeline", "parts",     "many",    "most"};
 static_assert(sizeof way_names / sizeof *way_names == kvpn_by_parts_most + 1, "a name for each way");
 
 /* ---- collectives ---- */
@@ -296,7 +296,7 @@ static std::vector<way_table> tables_of_limits()
     std::vector<kvpn_way> sums = {kvpn_by_one_shot, kvpn_by_two_shot}, scatters = {kvpn_by_scatter};
     std::vector<limit_field> sum_limits = {&l::one_shot, &l::two_shot}, scatter_limits = {&l::scatter};
     if (world == 2) { /* only two ranks have pipelines */
-        sums.push_back(kvpn_by_pipeline), scatters.push_back(kvpn_by_pipeline_scatter);
+        sums.push_back(kvpn_by_pipeline), scatters.push_back(kvpn_by_pipeline);
         sum_limits = {&l::one_shot, nullptr, &l::two_shot}, scatter_limits = {nullptr, &l::scatter};
     }
     return {table_of("all_reduce", sums, sum_limits, true, sum),

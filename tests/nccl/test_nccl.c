@@ -686,7 +686,7 @@ static void test_choices(void)
     for (int world = 2; world <= 8; world++) {
         kvprim_comm comm;
         const kvpn_way sum_of_many = world == 2 ? kvpn_by_pipeline : kvpn_by_two_shot,
-                       part_of_many = world == 2 ? kvpn_by_pipeline_scatter : kvpn_by_scatter;
+                       part_of_many = world == 2 ? kvpn_by_pipeline : kvpn_by_scatter;
         open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
             const kvpn_way way = kvpn_choose_gather(&comm, bytes);

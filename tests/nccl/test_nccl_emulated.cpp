@@ -6,6 +6,7 @@
        c++ -std=c++17 -O1 -g -fsanitize=thread -I. tests/nccl/test_nccl_emulated.cpp && ./a.out [quick] */
 #include "nccl_emulated.h"
 #include <algorithm>
+#include <type_traits>
 #include "reductions.h"
 
 enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16, most_pipeline_bytes = 4 * most_bytes };
@@ -248,10 +249,8 @@ template <class Way, class Params> static void run_kernel(const Params &p, const
 template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
 {
     if constexpr (max_ranks == 2) {
-        if (c.what == pipeline)
-            return run_kernel<kvpn_pipeline_sum<T, 2, whole>>(p, c);
-        if (c.what == pipeline_scatter)
-            return run_kernel<kvpn_pipeline_scatter<T, 2, whole>>(p, c);
+        if (is_pipeline(c.what)) /* kvpn_any has only the one for any alignment */
+            return run_kernel<kvpn_pipeline<T, 2, whole && !std::is_same<T, kvpn_any>::value>>(p, c);
     }
     if (c.what == one_shot)
         run_kernel<kvpn_one_shot<T, max_ranks, whole>>(p, c);
@@ -357,7 +356,7 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
         at.send[b] = input_byte(c, rank, b);
     memcpy(before, at.recv, at.recv_bytes + guard_bytes);
     set_ranks(p, j, rank, block_slots);
-    p.send = at.send, p.recv = at.recv, p.count = bytes, p.pitch = c.pitch;
+    p.send = at.send, p.recv = at.recv, p.count = bytes, p.pitch = c.what == pipeline ? 0 : c.pitch;
     p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
     p.what = c.op == KVPRIM_SUM   ? kvpn_sums
              : c.op == KVPRIM_AVG ? kvpn_averages
