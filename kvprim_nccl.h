@@ -43,8 +43,8 @@
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many, pipeline
-       >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
+       >>impl_ways        one shot, two shots, scatter, pipeline
+       >>impl_parts       a part from each rank to each other one: gathers and all-to-alls
        >>impl_norm        a sum with the residual and the RMSNorm that follow it, and that norm alone
        >>impl_norm_few    the norm of few tokens, as fast as it goes
        >>impl_kernel      the kernel, and programmatic dependent launch
@@ -511,7 +511,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
        word    32 bits
-       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_slots)
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_parts_slots)
        slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
        turn    which of its two sets of slots a block uses in this call: 0 or 1
        area    half of a set: one for tensors, one for sums (two shots); groups alternate between the two
@@ -526,7 +526,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and NaNs in e4m3 and e5m2, and
    are sent as another NaN. So a slot that is not empty holds its pack, without a flag, a fence or a barrier (only
    kvpn_pipeline has fences). The only hardware guarantee it needs is that an aligned 4-byte store becomes visible as a
-   whole. Bytes of any value (gathers, parts) go 8 to a slot, and each 4 of them stand beside 4 that are zero, as in
+   whole. Bytes of any value (>>impl_parts) go 8 to a slot, and each 4 of them stand beside 4 that are zero, as in
    NCCL's LL protocol: there 8-byte stores must become visible as a whole. Many bytes go 16 to a slot, and after every
    group of slots one more says which words of the group were all ones.
 
@@ -645,7 +645,7 @@ typedef struct kvpn_params {
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
     uint64_t count; /* bytes of the tensor; of a rank's part, where there are parts */
-    uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
+    uint64_t pitch; /* of reduce_scatter: bytes from one rank's part to the next one's, in send */
     uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
     uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
@@ -833,7 +833,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &m
 /* Resets the slots to empty. Done last, because no rank waits for it. */
 template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, uint32_t step, uint32_t which)
 {
-    enum { at_once = max_slots == 7 ? 2 : max_slots }; /* 7, of kvpn_gather_most: otherwise sm_120 spills registers */
+    enum { at_once = max_slots == 7 ? 2 : max_slots }; /* 7, of kvpn_parts_most: otherwise sm_120 spills registers */
     KVPRIM_NCCL_UNROLL_BY(at_once)
     for (uint32_t r = 0; r < max_slots; r++)
         if (which >> r & 1)
@@ -1394,207 +1394,6 @@ struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks, whole>> {
     }
 };
 
-/* Bytes of any value: pack i of `bytes` bytes, 8 or 16 to a pack, with zeros after the last one. `whole`: aligned, and
-   ending with a pack. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_load_8(const void *from, uint64_t bytes, uint32_t i)
-{
-    uint32_t w[2];
-    if (whole)
-        return ((const uint2 *)from)[i];
-    kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-    return uint2{w[0], w[1]};
-}
-
-template <bool whole>
-KVPRIM_NCCL_DEVICE void kvpn_store_8(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
-{
-    const uint32_t w[2] = {low, high};
-    if (whole)
-        ((uint2 *)to)[i] = uint2{low, high};
-    else
-        kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-}
-
-/* The four bytes that begin `bits` bits after the begin of `low`; bits < 32. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32_t bits)
-{
-    return (uint32_t)(((uint64_t)high << 32 | low) >> bits);
-}
-
-/* Reads the words around it where all of their bytes are the tensor's. Single bytes take three times as long. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, uint32_t bytes, uint32_t i)
-{
-    const char *const at = (const char *)from + (size_t)i * 16;
-    const uint32_t left = bytes - i * 16;
-    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
-    uint32_t w[5];
-    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
-        return *(const uint4 *)at;
-    if (left >= 16 && past == 0) {
-        kvpn_load_units<uint32_t, 4>(at, 4, w);
-    } else if (left >= 20 && i > 0) {
-        kvpn_load_units<uint32_t, 5>(at - past, 5, w);
-        KVPRIM_NCCL_UNROLL
-        for (int k = 0; k < 4; k++)
-            w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
-    } else {
-        kvpn_load_units<unsigned char, 4>(at, left, w);
-    }
-    return uint4{w[0], w[1], w[2], w[3]};
-}
-
-/* Writes three words and, before and after them, four bytes. */
-KVPRIM_NCCL_DEVICE void kvpn_store_shifted(char *at, uint32_t past, const uint32_t *w)
-{
-    uint32_t *const words = (uint32_t *)(at + 4 - past);
-    KVPRIM_NCCL_UNROLL
-    for (int k = 0; k < 3; k++)
-        words[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t e = 0; e < 4; e++)
-        at[e + (e < 4 - past ? 0 : 12)] = (char)((e < 4 - past ? w[0] : w[3]) >> 8 * e);
-}
-
-template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_16(char *to, uint32_t bytes, uint32_t i, uint4 v)
-{
-    char *const at = to + (size_t)i * 16;
-    const uint32_t left = bytes - i * 16;
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w}, past = (uint32_t)((uintptr_t)at % 4);
-    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
-        *(uint4 *)at = v;
-    else if (left >= 16 && past == 0)
-        kvpn_store_units<uint32_t, 4>(at, 4, w);
-    else if (left >= 16)
-        kvpn_store_shifted(at, past, w);
-    else
-        kvpn_store_units<unsigned char, 4>(at, left, w);
-}
-
-/* all_gather of few bytes. Every rank sends its `count` bytes to every other rank, 8 to a slot. */
-template <class T, int max_ranks, bool whole>
-struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks, whole>> {
-    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
-    {
-        const uint2 v = kvpn_load_8<whole>(p.send, p.count, me.block * p.block_packs + j);
-        kvpn_take_turn(p, me, j);
-        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
-    }
-
-    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
-    {
-        const uint32_t at = me.block * p.block_packs + j, others = kvpn_other_ranks(p);
-        char *const to = (char *)p.recv, *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
-        uint4 v[max_ranks] = {};
-        const uint2 own = kvpn_load_8<whole>(p.send, p.count, at);
-        kvpn_store_8<whole>(to + p.rank * p.pitch, p.count, at, own.x, own.y);
-        if (!kvpn_wait_for_slots<max_ranks, true>(p, me, slots, p.sender_bytes, others, -1, v))
-            return false;
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < max_ranks; r++)
-            if (others >> r & 1)
-                kvpn_store_8<whole>(to + r * p.pitch, p.count, at, v[r].x, v[r].z);
-        kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
-        return true;
-    }
-};
-
-/* Groups of slots: where slot k of the thread's group number `round` lies that rank `from` fills, each group having
-   `slots` of them; where this rank sends it, as kvpn_send_offset says; and the words of a pack that are all ones. */
-template <int slots>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_group_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from,
-                                              uint32_t round, uint32_t k)
-{
-    return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
-}
-
-template <int slots>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_group_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round,
-                                                   uint32_t k)
-{
-    return me.stop_reason ? 2 * p.turn_bytes : kvpn_group_offset<slots>(p, me, p.rank, round, k);
-}
-
-KVPRIM_NCCL_DEVICE uint32_t kvpn_ones_of(uint4 v)
-{
-    return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
-           (uint32_t)(v.z == kvpn_empty_word) << 2 | (uint32_t)(v.w == kvpn_empty_word) << 3;
-}
-
-KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
-{
-    return uint4{ones & 1 ? kvpn_empty_word : v.x, ones & 2 ? kvpn_empty_word : v.y, ones & 4 ? kvpn_empty_word : v.z,
-                 ones & 8 ? kvpn_empty_word : v.w};
-}
-
-/* all_gather of many bytes, a multiple of 16. A slot carries 16 bytes, as in sums. One more slot after each group of a
-   thread's slots says which words of the group were all ones.
-   Each block has `world` roles of equal size: role 0 sends, and role k receives from the rank k further on.
-   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas.
-   A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
-   than one of 4 for 512 KB, and 8 % less for 64 MB. */
-enum { kvpn_group = 4, kvpn_large_group = 6 };
-template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
-
-    KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_thread &me)
-    {
-        const uint32_t first = me.block * p.block_packs, packs = kvpn_packs_of_block(p, me);
-        char *const own = (char *)p.recv + p.rank * p.pitch;
-        if (me.role != 0)
-            kvpn_take_turn(p, me, me.thread);
-        for (uint32_t j = me.thread, round = 0; me.role == 0 && j < packs; j += group * me.threads, round++) {
-            uint4 v[group];
-            uint32_t ones = 0;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 0; k < group; k++)
-                if (j + k * me.threads < packs)
-                    v[k] = kvpn_load_16<whole>(p.send, (uint32_t)p.count, first + j + k * me.threads);
-            kvpn_take_turn(p, me, j);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 0; k < group; k++)
-                if (j + k * me.threads < packs) {
-                    kvpn_store_to_peers<max_ranks>(p, kvpn_group_send_offset<slots>(p, me, round, k),
-                                                   kvpn_replace_empty(v[k]));
-                    kvpn_store_16<whole>(own, (uint32_t)p.count, first + j + k * me.threads, v[k]);
-                    ones |= kvpn_ones_of(v[k]) << 4 * k;
-                }
-            kvpn_store_to_peers<max_ranks>(p, kvpn_group_send_offset<slots>(p, me, round, group), uint4{ones, 0, 0, 0});
-        }
-    }
-
-    KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
-    {
-        const uint32_t first = me.block * p.block_packs, packs = kvpn_packs_of_block(p, me);
-        const uint32_t from = kvpn_peer_rank(p, me.role);
-        char *const to = (char *)p.recv + from * p.pitch;
-        for (uint32_t j = me.thread, round = 0; me.role != 0 && me.stop_reason == 0 && j < packs;
-             j += group * me.threads, round++) {
-            uint4 v[slots] = {};
-            uint32_t which = 1u << group;
-            char *const at = p.peer[0] + kvpn_group_offset<slots>(p, me, from, round, 0);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t i = 0; i < group; i++)
-                which |= (uint32_t)(j + i * me.threads < packs) << i;
-            if (!kvpn_wait_for_slots<slots, false>(p, me, at, 16 * me.threads, which, (int32_t)from, v))
-                return;
-            const uint32_t ones = v[group].x;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t i = 0; i < group; i++)
-                if (which >> i & 1)
-                    kvpn_store_16<whole>(to, (uint32_t)p.count, first + j + i * me.threads,
-                                         kvpn_with_ones(v[i], ones >> 4 * i));
-            kvpn_clear_slots<slots>(at, 16 * me.threads, which);
-        }
-    }
-};
-
-template <class T, int max_ranks, bool whole>
-struct kvpn_gather_many : kvpn_gather_groups<kvpn_group, max_ranks, whole> {
-};
-template <class T, int max_ranks, bool whole>
-struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
-};
-
 /* Pipeline: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
    than two shots do, and no second half waits for the first.) So is reduce_scatter; of an all_reduce p.pitch is 0.
 
@@ -1719,7 +1518,8 @@ template <class T, int max_ranks, bool whole> struct kvpn_pipeline {
 
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
 
-   Ways of all_to_all, all_to_allv and all_gatherv: a part from each rank to each other one, of any size and place.
+   Ways of all_gather, all_gatherv, all_to_all and all_to_allv: a part from each rank to each other one, of any size and
+   place. Gathers send the same part to all.
    Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Every rank uses the same
    blocks, as many as the largest of all parts takes, and in each of them thread 0 sends every other rank a slot, and
    waits for one, even where the part has no bytes: see >>impl_protocol. */
@@ -1742,6 +1542,82 @@ struct kvpn_parts_params : kvpn_params {
 KVPRIM_NCCL_DEVICE bool kvpn_has_slot(const kvpn_part &part, uint32_t at, uint32_t j)
 {
     return j == 0 || at * 8 < part.bytes;
+}
+
+/* Bytes of any value: pack i of `bytes` bytes, 8 or 16 to a pack, with zeros after the last one. `whole`: aligned, and
+   ending with a pack. */
+template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_load_8(const void *from, uint64_t bytes, uint32_t i)
+{
+    uint32_t w[2];
+    if (whole)
+        return ((const uint2 *)from)[i];
+    kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+    return uint2{w[0], w[1]};
+}
+
+template <bool whole>
+KVPRIM_NCCL_DEVICE void kvpn_store_8(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
+{
+    const uint32_t w[2] = {low, high};
+    if (whole)
+        ((uint2 *)to)[i] = uint2{low, high};
+    else
+        kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+}
+
+/* The four bytes that begin `bits` bits after the begin of `low`; bits < 32. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32_t bits)
+{
+    return (uint32_t)(((uint64_t)high << 32 | low) >> bits);
+}
+
+/* Reads the words around it where all of their bytes are the tensor's. Single bytes take three times as long. */
+template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, uint32_t bytes, uint32_t i)
+{
+    const char *const at = (const char *)from + (size_t)i * 16;
+    const uint32_t left = bytes - i * 16;
+    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
+    uint32_t w[5];
+    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
+        return *(const uint4 *)at;
+    if (left >= 16 && past == 0) {
+        kvpn_load_units<uint32_t, 4>(at, 4, w);
+    } else if (left >= 20 && i > 0) {
+        kvpn_load_units<uint32_t, 5>(at - past, 5, w);
+        KVPRIM_NCCL_UNROLL
+        for (int k = 0; k < 4; k++)
+            w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
+    } else {
+        kvpn_load_units<unsigned char, 4>(at, left, w);
+    }
+    return uint4{w[0], w[1], w[2], w[3]};
+}
+
+/* Writes three words and, before and after them, four bytes. */
+KVPRIM_NCCL_DEVICE void kvpn_store_shifted(char *at, uint32_t past, const uint32_t *w)
+{
+    uint32_t *const words = (uint32_t *)(at + 4 - past);
+    KVPRIM_NCCL_UNROLL
+    for (int k = 0; k < 3; k++)
+        words[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t e = 0; e < 4; e++)
+        at[e + (e < 4 - past ? 0 : 12)] = (char)((e < 4 - past ? w[0] : w[3]) >> 8 * e);
+}
+
+template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_16(char *to, uint32_t bytes, uint32_t i, uint4 v)
+{
+    char *const at = to + (size_t)i * 16;
+    const uint32_t left = bytes - i * 16;
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w}, past = (uint32_t)((uintptr_t)at % 4);
+    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
+        *(uint4 *)at = v;
+    else if (left >= 16 && past == 0)
+        kvpn_store_units<uint32_t, 4>(at, 4, w);
+    else if (left >= 16)
+        kvpn_store_shifted(at, past, w);
+    else
+        kvpn_store_units<unsigned char, 4>(at, left, w);
 }
 
 /* Copies the part that stays on this rank. All threads of all blocks share it: this is number `index` of `step`. */
@@ -1813,8 +1689,40 @@ template <bool whole> struct kvpn_parts_few : kvpn_parts_slots<false, whole> {
 template <bool whole> struct kvpn_parts_pair : kvpn_parts_slots<true, whole> {
 };
 
-/* Many bytes, 16 to a slot, in groups as kvpn_gather_groups sends them. Role 2k sends to the rank k + 1 further on, and
-   role 2k + 1 receives from it. */
+/* Groups of slots: where slot k of the thread's group number `round` lies that rank `from` fills, each group having
+   `slots` of them; where this rank sends it, as kvpn_send_offset says; and the words of a pack that are all ones. */
+template <int slots>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_group_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from,
+                                              uint32_t round, uint32_t k)
+{
+    return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
+}
+
+template <int slots>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_group_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round,
+                                                   uint32_t k)
+{
+    return me.stop_reason ? 2 * p.turn_bytes : kvpn_group_offset<slots>(p, me, p.rank, round, k);
+}
+
+KVPRIM_NCCL_DEVICE uint32_t kvpn_ones_of(uint4 v)
+{
+    return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
+           (uint32_t)(v.z == kvpn_empty_word) << 2 | (uint32_t)(v.w == kvpn_empty_word) << 3;
+}
+
+KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
+{
+    return uint4{ones & 1 ? kvpn_empty_word : v.x, ones & 2 ? kvpn_empty_word : v.y, ones & 4 ? kvpn_empty_word : v.z,
+                 ones & 8 ? kvpn_empty_word : v.w};
+}
+
+/* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the group
+   were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. Each thread's slots lie as
+   far apart as a role has threads, and its groups alternate between the areas.
+   A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
+   than one of 4 for 512 KB, and 8 % less for 64 MB. */
+enum { kvpn_group = 4, kvpn_large_group = 6 };
 template <int group, bool whole> struct kvpn_parts_groups {
     enum { turn_last = 1, slots = group + 1 };
 
@@ -3085,7 +2993,7 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 6,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_protocol = 7,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
     kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
     kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_norm_by_nccl: 1,024 tokens x 4,096 of bf16 */
@@ -3520,7 +3428,7 @@ static void kvpn_free_comm(kvprim_comm *comm)
 
 /* >>impl_check ----------------------------------------------------------------------------------------------------- */
 
-/* The smallest peer memory has seven slots (kvpn_gather_most) for each thread of a warp, in each of two turns and two
+/* The smallest peer memory has seven slots (kvpn_parts_most) for each thread of a warp, in each of two turns and two
    areas, from each of 8 ranks, in 128 blocks, and the pages. */
 enum { kvpn_min_peer_bytes = 16 << 20, kvpn_max_peer_bytes = 4 * (kvpn_slots_mb << 20) + 2 * kvpn_page };
 
@@ -3956,9 +3864,6 @@ typedef enum kvpn_way {
     kvpn_by_one_shot,
     kvpn_by_two_shot,
     kvpn_by_scatter,
-    kvpn_by_gather,
-    kvpn_by_gather_many,
-    kvpn_by_gather_most,
     kvpn_by_pipeline,
     kvpn_by_parts, /* these last */
     kvpn_by_parts_many,
@@ -4004,13 +3909,10 @@ static kvpn_kernel_function kvpn_pick_pipeline(kvprim_dtype dtype, bool whole)
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way == kvpn_by_pipeline      ? kvpn_pick_pipeline(dtype, whole)
-           : way == kvpn_by_gather      ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_most ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
-           : way == kvpn_by_scatter     ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
-           : way == kvpn_by_one_shot    ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
-                                        : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+    return way == kvpn_by_pipeline   ? kvpn_pick_pipeline(dtype, whole)
+           : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
+           : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
+                                     : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
 template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
@@ -4176,22 +4078,22 @@ static bool kvpn_can_capture_pdl(void)
    numbers need another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
-    size_t norm_one_shot;            /* of kvprim_all_reduce_norm, a rank's addend */
-    size_t scatter;                  /* what each rank sends */
-    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is not a multiple of 16 */
-    size_t gather_many, gather_most; /* the second begins where the first ends */
-    /* world times the largest part that one rank sends to another; even: all of these are equal */
-    size_t parts, parts_many, parts_uneven, parts_even;
+    size_t norm_one_shot; /* of kvprim_all_reduce_norm, a rank's addend */
+    size_t scatter;       /* what each rank sends */
+    /* world times the largest part that one rank sends to another. parts, parts_many: where the next way begins. Then
+       how many an exchange may have, if all of these are equal and if they are not; a gather of equal ones; and one of
+       equal ones that are no multiple of 16 */
+    size_t parts, parts_many, parts_even, parts_uneven, gather, gather_odd;
 } kvpn_limits;
 
 static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {
-    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20,   64 << 20, 256 << 10, 4 << 20,
-                             8 << 20, 64 << 20, 384 << 10, 8 << 20,  16 << 20,  32 << 20},
-                      four = {128 << 10, 32 << 20, 128 << 10, 64 << 20, 256 << 10, 1 << 20,
-                              8 << 20,   8 << 20,  256 << 10, 8 << 20,  8 << 20,   8 << 20},
-                      eight = {32 << 10, 8 << 20, 32 << 10,  16 << 20, 256 << 10, 512 << 10,
-                               4 << 20,  4 << 20, 256 << 10, 4 << 20,  4 << 20,   4 << 20};
+    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20,  64 << 20, 384 << 10,
+                             8 << 20, 32 << 20, 16 << 20, 64 << 20, 4 << 20},
+                      four = {128 << 10, 32 << 20, 128 << 10, 64 << 20, 256 << 10,
+                              8 << 20,   8 << 20,  8 << 20,   8 << 20,  1 << 20},
+                      eight = {32 << 10, 8 << 20, 32 << 10, 16 << 20, 256 << 10,
+                               4 << 20,  4 << 20, 4 << 20,  4 << 20,  512 << 10};
     kvpn_limits l = comm->link == kvpn_pcie ? eight : comm->world == 2 ? two : comm->world <= 4 ? four : eight;
     const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
     if (reduce)
@@ -4199,8 +4101,7 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     if (comm->reduce_scatter_limit)
         l.scatter = comm->reduce_scatter_limit;
     if (gather)
-        l.gather_odd = l.gather_most = l.parts_uneven = l.parts_even = gather,
-        l.gather = gather < l.gather ? gather : l.gather;
+        l.gather = l.gather_odd = l.parts_uneven = l.parts_even = gather;
     return l;
 }
 #endif
@@ -4265,7 +4166,7 @@ static void kvpn_describe(kvpn_init_task *task)
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
                                  comm->clusters ? ", clusters" : "", (unsigned long long)limits.parts_even,
-                                 (unsigned long long)limits.parts_uneven, (unsigned long long)limits.gather_most);
+                                 (unsigned long long)limits.parts_uneven, (unsigned long long)limits.gather);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
@@ -4744,7 +4645,7 @@ static kvpn_type kvpn_type_of(kvprim_dtype dtype)
 
 static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
 
-/* In this order: reductions, the gather, those that exchange parts, then those with a root or a peer. */
+/* In this order: reductions, those of parts (the gather first), then those with a root or a peer. */
 typedef enum kvpn_kind {
     kvpn_all_reduce,
     kvpn_reduce_scatter,
@@ -4791,9 +4692,15 @@ static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_com
     return c;
 }
 
-static bool kvpn_exchanges_parts(kvpn_kind kind)
+static bool kvpn_gathers(kvpn_kind kind)
 {
-    return kind >= kvpn_all_gatherv && kind <= kvpn_all_to_allv;
+    return kind == kvpn_all_gather || kind == kvpn_all_gatherv;
+}
+
+/* A part from each rank to each other one. NCCL has a call for all_gather alone. */
+static bool kvpn_has_parts(kvpn_kind kind)
+{
+    return kind >= kvpn_all_gather && kind <= kvpn_all_to_allv;
 }
 
 /* The byte of a tensor, which may be NULL if it has none. */
@@ -4815,8 +4722,10 @@ static size_t kvpn_part_count(const kvpn_call *c, int from, int to)
 static size_t kvpn_part_begin(const kvpn_call *c, int r, bool sends)
 {
     size_t begin = 0;
-    if (sends && c->kind == kvpn_all_gatherv)
-        return r < c->comm->world ? 0 : c->counts[c->comm->rank];
+    if (sends && kvpn_gathers(c->kind))
+        return r < c->comm->world ? 0 : kvpn_part_count(c, c->comm->rank, 0);
+    if (!c->counts)
+        return (size_t)r * c->count;
     for (int k = 0; k < r; k++)
         begin += sends ? kvpn_part_count(c, c->comm->rank, k) : kvpn_part_count(c, k, c->comm->rank);
     return begin;
@@ -4893,9 +4802,8 @@ static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
 {
     const uintptr_t recv = (uintptr_t)c->recv, send = (uintptr_t)c->send;
     const size_t recv_bytes = c->recv_count * c->element, send_bytes = c->send_count * c->element;
-    const size_t part = c->kind == kvpn_all_gatherv ? kvpn_part_begin(c, c->comm->rank, false) * c->element
-                                                    : (size_t)c->comm->rank * c->count * c->element;
-    const uintptr_t recv_part = recv + (c->kind == kvpn_all_gather || c->kind == kvpn_all_gatherv ? part : 0),
+    const size_t part = kvpn_part_begin(c, c->comm->rank, false) * c->element;
+    const uintptr_t recv_part = recv + (kvpn_gathers(c->kind) ? part : 0),
                     send_part = send + (c->kind == kvpn_reduce_scatter ? part : 0);
     const bool exchanges = c->kind == kvpn_all_to_all || c->kind == kvpn_all_to_allv;
     if (recv + recv_bytes <= send || send + send_bytes <= recv || (recv_part == send_part && !exchanges))
@@ -4926,11 +4834,11 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     if (c->count > SIZE_MAX / type.bytes / world)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu, which is too many bytes", c->function,
                            (unsigned long long)c->count);
-    if (kvpn_exchanges_parts(c->kind)) {
+    if (kvpn_has_parts(c->kind)) {
         c->recv_count = kvpn_part_begin(c, c->comm->world, false);
         c->send_count = kvpn_part_begin(c, c->comm->world, true);
     } else {
-        c->recv_count = c->kind == kvpn_all_gather ? world * c->count : c->kind == kvpn_send ? 0 : c->count;
+        c->recv_count = c->kind == kvpn_send ? 0 : c->count;
         c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
                         : c->kind == kvpn_broadcast || c->kind == kvpn_recv ? 0
                                                                             : c->count;
@@ -4961,15 +4869,13 @@ static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_ma
 /* Packs in a group of this way; 0: it has no groups. */
 static uint32_t kvpn_group_of(kvpn_way way)
 {
-    return way == kvpn_by_gather_many || way == kvpn_by_parts_many   ? kvpn_group
-           : way == kvpn_by_gather_most || way == kvpn_by_parts_most ? kvpn_large_group
-                                                                     : 0;
+    return way == kvpn_by_parts_many ? kvpn_group : way == kvpn_by_parts_most ? kvpn_large_group : 0;
 }
 
 static uint32_t kvpn_roles_of(kvpn_way way, int world)
 {
     const uint32_t others = (uint32_t)world - 1;
-    return way == kvpn_by_parts ? others : way > kvpn_by_parts ? 2 * others : kvpn_group_of(way) ? (uint32_t)world : 1;
+    return way == kvpn_by_parts ? others : way > kvpn_by_parts ? 2 * others : 1;
 }
 
 /* Per role of a block, which has slots in each area for all of a group's packs. */
@@ -4990,12 +4896,9 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
         return slots * (size_t)comm->world;
     case kvpn_by_pipeline: /* so that packs have numbers of 32 bits */
         return (size_t)1 << 34;
-    case kvpn_by_gather:
     case kvpn_by_parts:
         return slots / 2;
-    case kvpn_by_gather_many: /* 2: both areas */
-    case kvpn_by_gather_most:
-    case kvpn_by_parts_many:
+    case kvpn_by_parts_many: /* 2: both areas */
     case kvpn_by_parts_most:
         return (size_t)16 * comm->blocks * 2 * (comm->block_slots / ((group + 1) * threads)) * (group * threads);
     default:
@@ -5046,21 +4949,6 @@ static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvpri
     return bytes > kvpn_pipeline_limit(comm, true) / (size_t)comm->world ? kvpn_by_pipeline : kvpn_by_scatter;
 }
 
-/* `bytes`: of each rank's part. */
-static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    const size_t all = bytes * (size_t)comm->world;
-    if (!comm->peer[0])
-        return kvpn_by_nccl;
-    const bool odd = bytes % 16 != 0;
-    if (all <= (odd ? limits.gather_odd : limits.gather) && bytes <= kvpn_capacity_bytes(comm, kvpn_by_gather))
-        return kvpn_by_gather;
-    if (odd || all > limits.gather_most)
-        return kvpn_by_nccl;
-    return all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_gather_most;
-}
-
 /* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
    The same on every rank. */
 typedef struct kvpn_extent {
@@ -5069,8 +4957,11 @@ typedef struct kvpn_extent {
 
 static kvpn_extent kvpn_extent_of(const kvpn_call *c)
 {
+    const size_t equal = c->count * c->element;
     kvpn_extent e = {0, SIZE_MAX, 0};
-    for (int from = 0; from < c->comm->world; from++)
+    if (!c->counts)
+        e.largest = e.smallest = e.own = equal;
+    for (int from = 0; c->counts && from < c->comm->world; from++)
         for (int to = 0; to < c->comm->world; to++) {
             const size_t bytes = kvpn_part_count(c, from, to) * c->element;
             size_t *const most = from == to ? &e.own : &e.largest;
@@ -5080,11 +4971,16 @@ static kvpn_extent kvpn_extent_of(const kvpn_call *c)
     return e;
 }
 
-static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, kvpn_extent e)
+/* kind: a gather, or an exchange. */
+static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, kvpn_kind kind, kvpn_extent e)
 {
     const kvpn_limits limits = kvpn_limits_of(comm);
     const size_t world = (size_t)comm->world, few = e.own > e.largest ? e.own : e.largest;
-    if (!comm->peer[0] || e.largest > (e.largest == e.smallest ? limits.parts_even : limits.parts_uneven) / world)
+    const size_t most = e.largest != e.smallest ? limits.parts_uneven
+                        : !kvpn_gathers(kind)   ? limits.parts_even
+                        : e.largest % 16 == 0   ? limits.gather
+                                                : limits.gather_odd;
+    if (!comm->peer[0] || e.largest > most / world)
         return kvpn_by_nccl;
     return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
            : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
@@ -5094,11 +4990,10 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, kvpn_extent e)
 static kvpn_way kvpn_way_of(const kvpn_call *c)
 {
     const size_t bytes = c->count * c->element;
-    if (kvpn_exchanges_parts(c->kind))
-        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_extent_of(c)) : kvpn_by_nccl;
+    if (kvpn_has_parts(c->kind))
+        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, c->kind, kvpn_extent_of(c)) : kvpn_by_nccl;
     return c->kind == kvpn_all_reduce       ? kvpn_choose(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
-           : c->kind == kvpn_all_gather     ? kvpn_choose_gather(c->comm, bytes)
                                             : kvpn_by_nccl;
 }
 
@@ -5189,17 +5084,16 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
                           : c->dtype == KVPRIM_F16    ? kvpn_is_f16
                           : c->dtype == KVPRIM_F8E4M3 ? kvpn_is_e4m3
                                                       : kvpn_is_e5m2;
-    p->what = c->kind <= kvpn_reduce_scatter ? ops[c->op_or_peer] | type : 0;
+    p->what = ops[c->op_or_peer] | type;
     p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
     p->share = 1.0 / c->comm->world;
 }
 
-/* `pitch`, of gathers and scatters: elements from one rank's part to the next one's. */
+/* `pitch`, of scatters: elements from one rank's part to the next one's. */
 static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
-    const bool gathers = way == kvpn_by_gather || kvpn_group_of(way);
-    const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
+    const size_t bytes = c->count * c->element;
     kvpn_params p = {};
     uint32_t blocks, threads;
     kvpn_set_ranks(comm, &p);
@@ -5207,18 +5101,18 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.count = bytes;
     p.pitch = c->kind == kvpn_all_reduce ? 0 : pitch * c->element;
     kvpn_set_what(&p, c);
-    p.packs = (uint32_t)((bytes + unit - 1) / unit);
+    p.packs = (uint32_t)((bytes + 15) / 16);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    p.send_aligned = (uintptr_t)c->send % unit == 0 && (gathers || p.pitch % unit == 0);
-    p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
+    p.send_aligned = ((uintptr_t)c->send | p.pitch) % 16 == 0;
+    p.recv_aligned = (uintptr_t)c->recv % 16 == 0;
     if (way == kvpn_by_pipeline)
         kvpn_set_stream_grid(comm, &p, &blocks, &threads);
     else
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
-    const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
+    const bool whole = p.send_aligned && p.recv_aligned && bytes % 16 == 0;
     const bool sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
     const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
-    return kvpn_launch_kernel(c, kernel, blocks, dim3(threads, kvpn_roles_of(way, comm->world)), &p);
+    return kvpn_launch_kernel(c, kernel, blocks, dim3(threads), &p);
 }
 
 /* Splits a tensor that is larger than the slots into chunks of what they hold. */
@@ -5245,8 +5139,8 @@ static kvpn_part kvpn_piece_of(char *begin, size_t bytes, size_t at, size_t most
 }
 
 /* The pieces of all parts from byte `at` on, of so many bytes; of the part that stays on the rank, from own_at on.
-   Returns whether they take whole packs. */
-static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t own_at, size_t own_most,
+   Returns whether they take whole packs of so many bytes. */
+static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t own_at, size_t own_most, size_t pack,
                            kvpn_parts_params *p)
 {
     const int world = c->comm->world, rank = c->comm->rank;
@@ -5263,7 +5157,7 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
         all |= both->to.bytes | both->from.bytes;
         all |= (both->to.bytes ? (uintptr_t)both->to.at : 0) | (both->from.bytes ? (uintptr_t)both->from.at : 0);
     }
-    return all % 16 == 0;
+    return all % pack == 0;
 }
 
 enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
@@ -5281,7 +5175,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
     kvpn_parts_params p = {};
     kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
-        const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, &p);
+        const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, unit, &p);
         const size_t left = n < of_slots ? e.largest - n * capacity : 0, most = left > own_step ? left : own_step;
         uint32_t threads;
         p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
@@ -5533,7 +5427,7 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
                     parts = c->kind == kvpn_reduce_scatter ? c->count * c->element : 0;
     if (c->kind <= kvpn_reduce_scatter && (places | parts) % 16 != 0 && kvpn_may_use_window(c))
         return kvpn_reduce_misaligned(c);
-    if (kvpn_exchanges_parts(c->kind))
+    if (kvpn_has_parts(c->kind) && c->kind != kvpn_all_gather)
         return kvpn_exchange_parts(c);
     switch (c->kind) {
     case kvpn_all_reduce:

@@ -8,8 +8,8 @@
 #include <cmath>
 
 /* In the order of kvpn_way. */
-static const char *const way_names[] = {"NCCL", "one shot", "two shots", "scatter", "gather", "many",
-                                        "most", "pipeline", "parts",     "many",    "most"};
+static const char *const way_names[] = {"NCCL",     "one shot", "two shots", "scatter",
+                                        "pipeline", "parts",    "many",      "most"};
 static_assert(sizeof way_names / sizeof *way_names == kvpn_by_parts_most + 1, "a name for each way");
 
 /* ---- collectives ---- */
@@ -263,8 +263,7 @@ static way_table table_of(const char *title, std::vector<kvpn_way> ways, std::ve
     const auto fits = [](size_t bytes, kvpn_way way) {
         const kvprim_comm *const comm = &ranks[0].comm;
         const size_t in_slots = way == kvpn_by_one_shot ? bytes : bytes / size_t(world);
-        return (way != kvpn_by_one_shot && way != kvpn_by_gather && way != kvpn_by_parts) ||
-               in_slots <= kvpn_capacity_bytes(comm, way);
+        return (way != kvpn_by_one_shot && way != kvpn_by_parts) || in_slots <= kvpn_capacity_bytes(comm, way);
     };
     const auto chosen = [=](size_t bytes) {
         const way_call w = make(bytes);
@@ -301,9 +300,8 @@ static std::vector<way_table> tables_of_limits()
     }
     return {table_of("all_reduce", sums, sum_limits, true, sum),
             table_of("reduce_scatter", scatters, scatter_limits, true, scatter),
-            table_of("all_gather", {kvpn_by_gather, kvpn_by_gather_many, kvpn_by_gather_most},
-                     {&l::gather, &l::gather_many, &l::gather_most}, true, gather),
-            table_of("all_gather, odd", {kvpn_by_gather}, {&l::gather_odd}, true, gather_odd),
+            table_of("all_gather", parts, {nullptr, nullptr, &l::gather}, true, gather),
+            table_of("all_gather, odd", parts, {nullptr, nullptr, &l::gather_odd}, true, gather_odd),
             table_of("all_to_all", parts, {&l::parts, &l::parts_many, &l::parts_even}, false, exchange(equal)),
             table_of("all_to_allv", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(proportional)),
             table_of("all_to_allv to one", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(to_one))};
@@ -352,8 +350,8 @@ static way_table table_of_norm()
 
 static const limit_field limits_in_order[] = {
     &kvpn_limits::one_shot, &kvpn_limits::two_shot,   &kvpn_limits::norm_one_shot, &kvpn_limits::scatter,
-    &kvpn_limits::gather,   &kvpn_limits::gather_odd, &kvpn_limits::gather_many,   &kvpn_limits::gather_most,
-    &kvpn_limits::parts,    &kvpn_limits::parts_many, &kvpn_limits::parts_uneven,  &kvpn_limits::parts_even};
+    &kvpn_limits::parts,    &kvpn_limits::parts_many, &kvpn_limits::parts_even,    &kvpn_limits::parts_uneven,
+    &kvpn_limits::gather,   &kvpn_limits::gather_odd};
 static_assert(sizeof limits_in_order / sizeof *limits_in_order == sizeof(kvpn_limits) / sizeof(size_t), "all of them");
 
 static void print_limits(const char *whose, const kvpn_limits &limits)
