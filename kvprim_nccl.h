@@ -1286,13 +1286,13 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
     uint4 v[max_ranks];
     if (!whole)
         kvpn_take_turn(p, me, j);
-    KVPRIM_NCCL_UNROLL
+    KVPRIM_NCCL_UNROLL_BY(whole ? max_ranks : 1)
     for (uint32_t k = 1; k < max_ranks; k++) {
-        const uint32_t to = kvpn_peer_rank(p, k);
+        const uint32_t to = kvpn_peer_rank(p, k), n = whole ? k : 0;
         if (k < p.world && to * part_packs + at < p.packs) {
-            v[k] = kvpn_load_pack<whole>(p, (const char *)p.send + to * pitch, to * part_packs + at);
-            if (!whole) /* fewer registers */
-                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
+            v[n] = kvpn_load_pack<whole>(p, (const char *)p.send + to * pitch, to * part_packs + at);
+            if (!whole) /* fewer registers, and less code */
+                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[n]));
         }
     }
     if (!whole)
@@ -1362,20 +1362,27 @@ struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks, whole>> {
 
     KVPRIM_NCCL_DEVICE bool receive_sums(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
+        enum { at_once = whole ? max_ranks : 1 }; /* 16 stores of a byte for each rank are much code */
         const uint32_t at = me.block * p.block_packs + j;
-        uint4 v[max_ranks] = {};
-        char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 1, 0, j);
-        uint32_t ranks = 0; /* whose slice has such a pack */
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < max_ranks; r++)
-            ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice_packs + at < p.packs) << r;
-        if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
-            return false;
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < max_ranks; r++)
-            if (ranks >> r & 1)
-                kvpn_store_pack<whole>(p, r * p.slice_packs + at, v[r]);
-        kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, ranks);
+        KVPRIM_NCCL_UNROLL_BY(1)
+        for (uint32_t first = 0; first < max_ranks; first += at_once) {
+            uint4 v[at_once] = {};
+            char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 1, first, j);
+            uint32_t ranks = 0; /* whose slice has such a pack, from rank `first` on */
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < at_once; k++) {
+                const uint32_t r = first + k;
+                ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice_packs + at < p.packs) << k;
+            }
+            if (!kvpn_wait_for_slots<at_once, false>(p, me, slots, p.sender_bytes, ranks, whole ? -1 : (int32_t)first,
+                                                     v))
+                return false;
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < at_once; k++)
+                if (ranks >> k & 1)
+                    kvpn_store_pack<whole>(p, (first + k) * p.slice_packs + at, v[k]);
+            kvpn_clear_slots<at_once>(slots, p.sender_bytes, ranks);
+        }
         return true;
     }
 };
