@@ -644,15 +644,13 @@ typedef struct kvpn_params {
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
-    uint64_t count; /* bytes of the tensor; of a rank's part, where there are parts */
-    uint64_t pitch; /* of reduce_scatter: bytes from one rank's part to the next one's, in send */
-    uint32_t packs; /* of the tensor */
-    uint32_t send_aligned, recv_aligned;
-    uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
+    uint64_t count;       /* bytes of the tensor; of a rank's part, where there are parts */
+    uint64_t pitch;       /* of reduce_scatter: bytes from one rank's part to the next one's, in send */
+    uint32_t packs;       /* of the tensor */
+    uint32_t what, signs; /* with kvpn_any: the op and the type, see above; a word of -0.0 */
+    uint32_t *stop;       /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
-    /* with kvpn_any: the op and the type, see above; a word of -0.0; 1 / world */
-    uint32_t what, signs;
-    double share;
+    double share; /* with kvpn_any: 1 / world */
 } kvpn_params;
 
 /* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
@@ -878,8 +876,25 @@ struct kvpn_f32 {
     }
 };
 
-struct kvpn_bf16 {
+/* Two elements of 16 bits. */
+template <class Pair> struct kvpn_pair {
     enum { per_word = 2 };
+    KVPRIM_NCCL_DEVICE uint32_t word_of(Pair pair)
+    {
+        uint32_t word;
+        memcpy(&word, &pair, 4);
+        return word;
+    }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        Pair x, y;
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        return word_of(__hadd2(x, y));
+    }
+};
+
+struct kvpn_bf16 : kvpn_pair<__nv_bfloat162> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         const uint32_t low = word << 16, high = word & 0xffff0000u;
@@ -888,25 +903,12 @@ struct kvpn_bf16 {
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(f[0], f[1]);
-        uint32_t word;
-        memcpy(&word, &pair, 4);
-        return word;
-    }
-    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
-    {
-        __nv_bfloat162 x, y;
-        memcpy(&x, &a, 4);
-        memcpy(&y, &b, 4);
-        x = __hadd2(x, y);
-        memcpy(&a, &x, 4);
-        return a;
+        return word_of(__floats2bfloat162_rn(f[0], f[1]));
     }
 };
 
 #ifndef KVPRIM_NCCL_EMULATE
-struct kvpn_f16 {
-    enum { per_word = 2 };
+struct kvpn_f16 : kvpn_pair<__half2> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         __half2 pair;
@@ -916,19 +918,7 @@ struct kvpn_f16 {
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
-        const __half2 pair = __floats2half2_rn(f[0], f[1]);
-        uint32_t word;
-        memcpy(&word, &pair, 4);
-        return word;
-    }
-    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
-    {
-        __half2 x, y;
-        memcpy(&x, &a, 4);
-        memcpy(&y, &b, 4);
-        x = __hadd2(x, y);
-        memcpy(&a, &x, 4);
-        return a;
+        return word_of(__floats2half2_rn(f[0], f[1]));
     }
 };
 #endif
@@ -1026,23 +1016,84 @@ template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_store_units(void *to,
             ((U *)to)[e] = (U)(w[e / per_word] >> e % per_word * (32 / per_word));
 }
 
-/* Pack i of a tensor, with zeros after its end. `whole`: the tensor is aligned, and ends with a pack. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_pack(const kvpn_params &p, const void *send, uint32_t i)
+/* Pack i of `bytes` bytes, 8 or 16 to a pack, with zeros after the last one. `whole`: aligned, and ending with a
+   pack. */
+template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_load_8(const void *from, uint64_t bytes, uint32_t i)
 {
-    uint32_t w[4];
-    if (whole || (p.send_aligned && (i + 1ull) * 16 <= p.count))
-        return ((const uint4 *)send)[i];
-    kvpn_load_units<unsigned char, 4>((const char *)send + (size_t)i * 16, p.count - (uint64_t)i * 16, w);
+    uint32_t w[2];
+    if (whole)
+        return ((const uint2 *)from)[i];
+    kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+    return uint2{w[0], w[1]};
+}
+
+template <bool whole>
+KVPRIM_NCCL_DEVICE void kvpn_store_8(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
+{
+    const uint32_t w[2] = {low, high};
+    if (whole)
+        ((uint2 *)to)[i] = uint2{low, high};
+    else
+        kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+}
+
+/* The four bytes that begin `bits` bits after the begin of `low`; bits < 32. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32_t bits)
+{
+    return (uint32_t)(((uint64_t)high << 32 | low) >> bits);
+}
+
+/* Reads the words around it where all of their bytes are the tensor's. Single bytes take three times as long. */
+template <bool whole, class Bytes> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, Bytes bytes, uint32_t i)
+{
+    const char *const at = (const char *)from + (size_t)i * 16;
+    const Bytes left = bytes - (Bytes)i * 16;
+    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
+    uint32_t w[5];
+    if (whole)
+        return ((const uint4 *)from)[i];
+    if (left >= 16 && (uintptr_t)at % 16 == 0)
+        return *(const uint4 *)at;
+    if (left >= 16 && past == 0) {
+        kvpn_load_units<uint32_t, 4>(at, 4, w);
+    } else if (left >= 20 && i > 0) {
+        kvpn_load_units<uint32_t, 5>(at - past, 5, w);
+        KVPRIM_NCCL_UNROLL
+        for (int k = 0; k < 4; k++)
+            w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
+    } else {
+        kvpn_load_units<unsigned char, 4>(at, left, w);
+    }
     return uint4{w[0], w[1], w[2], w[3]};
 }
 
-template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvpn_params &p, uint32_t i, uint4 v)
+/* Writes three words and, before and after them, four bytes. */
+KVPRIM_NCCL_DEVICE void kvpn_store_shifted(char *at, uint32_t past, const uint32_t *w)
 {
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    if (whole || (p.recv_aligned && (i + 1ull) * 16 <= p.count))
-        ((uint4 *)p.recv)[i] = v;
+    uint32_t *const words = (uint32_t *)(at + 4 - past);
+    KVPRIM_NCCL_UNROLL
+    for (int k = 0; k < 3; k++)
+        words[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t e = 0; e < 4; e++)
+        at[e + (e < 4 - past ? 0 : 12)] = (char)((e < 4 - past ? w[0] : w[3]) >> 8 * e);
+}
+
+template <bool whole, class Bytes> KVPRIM_NCCL_DEVICE void kvpn_store_16(void *to, Bytes bytes, uint32_t i, uint4 v)
+{
+    char *const at = (char *)to + (size_t)i * 16;
+    const Bytes left = bytes - (Bytes)i * 16;
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w}, past = (uint32_t)((uintptr_t)at % 4);
+    if (whole)
+        ((uint4 *)to)[i] = v;
+    else if (left >= 16 && (uintptr_t)at % 16 == 0)
+        *(uint4 *)at = v;
+    else if (left >= 16 && past == 0)
+        kvpn_store_units<uint32_t, 4>(at, 4, w);
+    else if (left >= 16)
+        kvpn_store_shifted(at, past, w);
     else
-        kvpn_store_units<unsigned char, 4>((char *)p.recv + (size_t)i * 16, p.count - (uint64_t)i * 16, w);
+        kvpn_store_units<unsigned char, 4>(at, left, w);
 }
 
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
@@ -1290,7 +1341,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
     for (uint32_t k = 1; k < max_ranks; k++) {
         const uint32_t to = kvpn_peer_rank(p, k), n = whole ? k : 0;
         if (k < p.world && to * part_packs + at < p.packs) {
-            v[n] = kvpn_load_pack<whole>(p, (const char *)p.send + to * pitch, to * part_packs + at);
+            v[n] = kvpn_load_16<whole>((const char *)p.send + to * pitch, p.count, to * part_packs + at);
             if (!whole) /* fewer registers, and less code */
                 kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[n]));
         }
@@ -1315,14 +1366,14 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
     if (shares && at >= p.packs)
         return true;
-    kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    kvpn_init_sum<T, max_ranks>(p, kvpn_load_16<whole>((const char *)p.send + p.rank * pitch, p.count, at), v);
     const uint32_t what = kvpn_reduction<T, max_ranks>::before_wait(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
     const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, what, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
-    kvpn_store_pack<whole>(p, at, sum);
+    kvpn_store_16<whole>(p.recv, p.count, at, sum);
     kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
     return true;
 }
@@ -1332,7 +1383,7 @@ template <class T, int max_ranks, bool whole>
 struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_one_shot<T, max_ranks, whole>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint4 v = kvpn_load_pack<whole>(p, p.send, me.block * p.block_packs + j);
+        const uint4 v = kvpn_load_16<whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
         kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), kvpn_replace_empty(v));
     }
@@ -1380,7 +1431,7 @@ struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks, whole>> {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < at_once; k++)
                 if (ranks >> k & 1)
-                    kvpn_store_pack<whole>(p, (first + k) * p.slice_packs + at, v[k]);
+                    kvpn_store_16<whole>(p.recv, p.count, (first + k) * p.slice_packs + at, v[k]);
             kvpn_clear_slots<at_once>(slots, p.sender_bytes, ranks);
         }
         return true;
@@ -1462,7 +1513,7 @@ template <class T, int max_ranks, bool whole> struct kvpn_pipeline {
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < count; u++)
             if (which >> u & 1)
-                v[u] = kvpn_load_pack<whole>(p, from, first + u * p.block_packs);
+                v[u] = kvpn_load_16<whole>(from, p.count, first + u * p.block_packs);
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t piece, const uint4 (&v)[packs])
@@ -1492,8 +1543,8 @@ template <class T, int max_ranks, bool whole> struct kvpn_pipeline {
                 const uint4 mine = kvpn_replace_empty(own[u]), other = v[half + u];
                 uint4 both[2] = {p.rank ? other : mine, p.rank ? mine : other};
                 if (which >> (half + u) & 1)
-                    kvpn_store_pack<whole>(p, first + (half + u) * p.block_packs,
-                                           kvpn_reduction<T, 2>::of(p, what, both));
+                    kvpn_store_16<whole>(p.recv, p.count, first + (half + u) * p.block_packs,
+                                         kvpn_reduction<T, 2>::of(p, what, both));
             }
         }
         kvpn_clear_slots<packs>(slots, 16 * me.threads, which);
@@ -1549,82 +1600,6 @@ struct kvpn_parts_params : kvpn_params {
 KVPRIM_NCCL_DEVICE bool kvpn_has_slot(const kvpn_part &part, uint32_t at, uint32_t j)
 {
     return j == 0 || at * 8 < part.bytes;
-}
-
-/* Bytes of any value: pack i of `bytes` bytes, 8 or 16 to a pack, with zeros after the last one. `whole`: aligned, and
-   ending with a pack. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_load_8(const void *from, uint64_t bytes, uint32_t i)
-{
-    uint32_t w[2];
-    if (whole)
-        return ((const uint2 *)from)[i];
-    kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-    return uint2{w[0], w[1]};
-}
-
-template <bool whole>
-KVPRIM_NCCL_DEVICE void kvpn_store_8(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
-{
-    const uint32_t w[2] = {low, high};
-    if (whole)
-        ((uint2 *)to)[i] = uint2{low, high};
-    else
-        kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-}
-
-/* The four bytes that begin `bits` bits after the begin of `low`; bits < 32. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32_t bits)
-{
-    return (uint32_t)(((uint64_t)high << 32 | low) >> bits);
-}
-
-/* Reads the words around it where all of their bytes are the tensor's. Single bytes take three times as long. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, uint32_t bytes, uint32_t i)
-{
-    const char *const at = (const char *)from + (size_t)i * 16;
-    const uint32_t left = bytes - i * 16;
-    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
-    uint32_t w[5];
-    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
-        return *(const uint4 *)at;
-    if (left >= 16 && past == 0) {
-        kvpn_load_units<uint32_t, 4>(at, 4, w);
-    } else if (left >= 20 && i > 0) {
-        kvpn_load_units<uint32_t, 5>(at - past, 5, w);
-        KVPRIM_NCCL_UNROLL
-        for (int k = 0; k < 4; k++)
-            w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
-    } else {
-        kvpn_load_units<unsigned char, 4>(at, left, w);
-    }
-    return uint4{w[0], w[1], w[2], w[3]};
-}
-
-/* Writes three words and, before and after them, four bytes. */
-KVPRIM_NCCL_DEVICE void kvpn_store_shifted(char *at, uint32_t past, const uint32_t *w)
-{
-    uint32_t *const words = (uint32_t *)(at + 4 - past);
-    KVPRIM_NCCL_UNROLL
-    for (int k = 0; k < 3; k++)
-        words[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t e = 0; e < 4; e++)
-        at[e + (e < 4 - past ? 0 : 12)] = (char)((e < 4 - past ? w[0] : w[3]) >> 8 * e);
-}
-
-template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_16(char *to, uint32_t bytes, uint32_t i, uint4 v)
-{
-    char *const at = to + (size_t)i * 16;
-    const uint32_t left = bytes - i * 16;
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w}, past = (uint32_t)((uintptr_t)at % 4);
-    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
-        *(uint4 *)at = v;
-    else if (left >= 16 && past == 0)
-        kvpn_store_units<uint32_t, 4>(at, 4, w);
-    else if (left >= 16)
-        kvpn_store_shifted(at, past, w);
-    else
-        kvpn_store_units<unsigned char, 4>(at, left, w);
 }
 
 /* Copies the part that stays on this rank. All threads of all blocks share it: this is number `index` of `step`. */
@@ -5110,13 +5085,11 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + 15) / 16);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    p.send_aligned = ((uintptr_t)c->send | p.pitch) % 16 == 0;
-    p.recv_aligned = (uintptr_t)c->recv % 16 == 0;
     if (way == kvpn_by_pipeline)
         kvpn_set_stream_grid(comm, &p, &blocks, &threads);
     else
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
-    const bool whole = p.send_aligned && p.recv_aligned && bytes % 16 == 0;
+    const bool whole = ((uintptr_t)c->send | (uintptr_t)c->recv | p.pitch | bytes) % 16 == 0;
     const bool sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
     const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
     return kvpn_launch_kernel(c, kernel, blocks, dim3(threads), &p);

@@ -345,11 +345,10 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs;
-    p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % 16 == 0 && (!scatters(c.what) || c.pitch % 16 == 0);
-    p.recv_aligned = reinterpret_cast<uintptr_t>(at.recv) % 16 == 0;
+    const size_t pitch = scatters(c.what) ? c.pitch : 0;
     if (exchanges(c.what))
         run_parts(j, rank, c, at, p);
-    else if (p.send_aligned && p.recv_aligned && bytes % 16 == 0)
+    else if ((reinterpret_cast<uintptr_t>(at.send) | reinterpret_cast<uintptr_t>(at.recv) | pitch | bytes) % 16 == 0)
         run_call<max_ranks, true>(p, c);
     else
         run_call<max_ranks, false>(p, c);
