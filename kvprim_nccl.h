@@ -853,9 +853,10 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
 }
 
 /* Element types of reductions: split a word into fp32 elements, and join them again. add: in the type itself, which
-   gives the bits of a sum in fp32 that is rounded, as fp32 has more than twice the digits. */
+   gives the bits of a sum in fp32 that is rounded, as fp32 has more than twice the digits. whole: kernels of the type
+   are for tensors that are aligned to packs and end with one. */
 struct kvpn_f32 {
-    enum { per_word = 1 };
+    enum { per_word = 1, whole = 1 };
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         memcpy(f, &word, 4);
@@ -878,7 +879,7 @@ struct kvpn_f32 {
 
 /* Two elements of 16 bits. */
 template <class Pair> struct kvpn_pair {
-    enum { per_word = 2 };
+    enum { per_word = 2, whole = 1 };
     KVPRIM_NCCL_DEVICE uint32_t word_of(Pair pair)
     {
         uint32_t word;
@@ -993,7 +994,7 @@ struct kvpn_e5m2 {
 
 /* The kernel's parameters say which of these types it is, and what to do with it. */
 struct kvpn_any {
-    enum { per_word = 4 };
+    enum { per_word = 4, whole = 0 };
 };
 
 /* Loads the first `left` units at `from` as `words` words, with zeros after them. */
@@ -1290,15 +1291,15 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_
 
 /* >>impl_ways ------------------------------------------------------------------------------------------------------
 
-   A way is a struct of T, the element type of sums; max_ranks, the largest world (2, 4 or 8); and whole, which says
-   that all tensors are aligned and end with a pack. If they do not, T is kvpn_any: such sums are rare. A kernel calls its begin, which sends, and its complete, which
-   waits for packs and writes the result. Between the two, all threads have taken their turn.
+   A way is a struct of T, the element type of sums, and max_ranks, the largest world (2, 4 or 8). A kernel calls its
+   begin, which sends, and its complete, which waits for packs and writes the result. Between the two, all threads have
+   taken their turn.
 
    Most ways go pack by pack. Thread t has packs t, t + threads, ... of its block, and the same ones when it sends, sums
    and writes, so that send may be recv. It sends its next pack before it waits for one. That keeps the links busy, and
    no rank waits for a pack whose sender waits. */
 template <class Way> struct kvpn_pack_by_pack {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads_of_8 }; /* at most; with a max_ranks of 8 */
+    enum { threads = kvpn_max_threads }; /* at most; half with a max_ranks of 8 */
     enum { turn_last = 0 }; /* 1: the turn ends after complete, with a barrier for those who receive, and not before */
     enum { two_waits = 0 }; /* 1: receive_sums waits a second time for each pack */
 
@@ -1327,27 +1328,42 @@ template <class Way> struct kvpn_pack_by_pack {
     }
 };
 
+/* Whether the packs number at, at + part_packs, ... of each rank's part, which are `pitch` bytes apart, are 16 bytes at a
+   multiple of 16. If they are not, loops over ranks are rolled: single bytes, once for each rank, are much code. */
+template <class T>
+KVPRIM_NCCL_DEVICE bool kvpn_are_whole(const kvpn_params &p, const void *tensor, uint32_t at, uint32_t part_packs,
+                                       uint64_t pitch)
+{
+    return T::whole ||
+           (((uintptr_t)tensor | pitch) % 16 == 0 && ((p.world - 1ull) * part_packs + at + 1) * 16 <= p.count);
+}
+
 /* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
    on. */
-template <int max_ranks, bool whole>
+template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                         uint64_t pitch)
 {
     const uint32_t at = me.block * p.block_packs + j;
     uint4 v[max_ranks];
-    if (!whole)
+    if (!kvpn_are_whole<T>(p, p.send, at, part_packs, pitch)) {
         kvpn_take_turn(p, me, j);
-    KVPRIM_NCCL_UNROLL_BY(whole ? max_ranks : 1)
-    for (uint32_t k = 1; k < max_ranks; k++) {
-        const uint32_t to = kvpn_peer_rank(p, k), n = whole ? k : 0;
-        if (k < p.world && to * part_packs + at < p.packs) {
-            v[n] = kvpn_load_16<whole>((const char *)p.send + to * pitch, p.count, to * part_packs + at);
-            if (!whole) /* fewer registers, and less code */
-                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[n]));
+        KVPRIM_NCCL_UNROLL_BY(1)
+        for (uint32_t k = 1; k < p.world; k++) {
+            const uint32_t to = kvpn_peer_rank(p, k);
+            if (to * part_packs + at < p.packs)
+                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j),
+                                kvpn_replace_empty(kvpn_load_16<false>((const char *)p.send + to * pitch, p.count,
+                                                                       to * part_packs + at)));
         }
-    }
-    if (!whole)
         return;
+    }
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 1; k < max_ranks; k++) {
+        const uint32_t to = kvpn_peer_rank(p, k);
+        if (k < p.world && to * part_packs + at < p.packs)
+            v[k] = kvpn_load_16<true>((const char *)p.send + to * pitch, p.count, to * part_packs + at);
+    }
     kvpn_take_turn(p, me, j);
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 1; k < max_ranks; k++)
@@ -1357,7 +1373,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
 
 /* Waits for pack j of this rank's part from every other rank, sums and writes it. `shares`: also sends the sum to all
    others. */
-template <class T, int max_ranks, bool whole, bool shares>
+template <class T, int max_ranks, bool shares>
 KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                       uint64_t pitch)
 {
@@ -1366,89 +1382,85 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
     if (shares && at >= p.packs)
         return true;
-    kvpn_init_sum<T, max_ranks>(p, kvpn_load_16<whole>((const char *)p.send + p.rank * pitch, p.count, at), v);
+    kvpn_init_sum<T, max_ranks>(p, kvpn_load_16<T::whole>((const char *)p.send + p.rank * pitch, p.count, at), v);
     const uint32_t what = kvpn_reduction<T, max_ranks>::before_wait(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
     const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, what, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
-    kvpn_store_16<whole>(p.recv, p.count, at, sum);
+    kvpn_store_16<T::whole>(p.recv, p.count, at, sum);
     kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
     return true;
 }
 
 /* One shot. Every rank sends the whole tensor to every other rank, and sums by itself. */
-template <class T, int max_ranks, bool whole>
-struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_one_shot<T, max_ranks, whole>> {
+template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_one_shot<T, max_ranks>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint4 v = kvpn_load_16<whole>(p.send, p.count, me.block * p.block_packs + j);
+        const uint4 v = kvpn_load_16<T::whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
         kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), kvpn_replace_empty(v));
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, whole, false>(p, me, j, 0, 0);
+        return kvpn_sum_part<T, max_ranks, false>(p, me, j, 0, 0);
     }
 };
 
 /* Two shots. The tensor is `world` slices.
    Each rank receives its slice from every other rank, sums it, and sends the sum to all.
    Each block has the same packs of every slice: pack j of a block is at the same place of each. */
-template <class T, int max_ranks, bool whole>
-struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks, whole>> {
+template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
     enum { two_waits = 1 };
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<max_ranks, whole>(p, me, j, p.slice_packs, 0);
+        kvpn_send_parts<T, max_ranks>(p, me, j, p.slice_packs, 0);
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, whole, true>(p, me, j, p.slice_packs, 0);
+        return kvpn_sum_part<T, max_ranks, true>(p, me, j, p.slice_packs, 0);
     }
 
     KVPRIM_NCCL_DEVICE bool receive_sums(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        enum { at_once = whole ? max_ranks : 1 }; /* 16 stores of a byte for each rank are much code */
         const uint32_t at = me.block * p.block_packs + j;
+        uint4 v[max_ranks] = {};
+        char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 1, 0, j);
+        uint32_t ranks = 0; /* whose slice has such a pack */
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < max_ranks; r++)
+            ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice_packs + at < p.packs) << r;
+        if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
+            return false;
+        const bool whole = kvpn_are_whole<T>(p, p.recv, at, p.slice_packs, 0);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < max_ranks; r++)
+            if (whole && ranks >> r & 1)
+                kvpn_store_16<true>(p.recv, p.count, r * p.slice_packs + at, v[r]);
         KVPRIM_NCCL_UNROLL_BY(1)
-        for (uint32_t first = 0; first < max_ranks; first += at_once) {
-            uint4 v[at_once] = {};
-            char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 1, first, j);
-            uint32_t ranks = 0; /* whose slice has such a pack, from rank `first` on */
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 0; k < at_once; k++) {
-                const uint32_t r = first + k;
-                ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice_packs + at < p.packs) << k;
-            }
-            if (!kvpn_wait_for_slots<at_once, false>(p, me, slots, p.sender_bytes, ranks, whole ? -1 : (int32_t)first,
-                                                     v))
-                return false;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 0; k < at_once; k++)
-                if (ranks >> k & 1)
-                    kvpn_store_16<whole>(p.recv, p.count, (first + k) * p.slice_packs + at, v[k]);
-            kvpn_clear_slots<at_once>(slots, p.sender_bytes, ranks);
-        }
+        for (uint32_t r = 0; !whole && r < p.world; r++)
+            if (ranks >> r & 1) /* arrived, and in this thread's slot: a register cannot be had by number */
+                kvpn_store_16<false>(p.recv, p.count, r * p.slice_packs + at,
+                                     kvpn_load_slot(slots + (size_t)r * p.sender_bytes));
+        kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, ranks);
         return true;
     }
 };
 
 /* reduce_scatter, the first of two shots. Every rank sends every other rank that rank's part, and sums its own. */
-template <class T, int max_ranks, bool whole>
-struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks, whole>> {
+template <class T, int max_ranks> struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<max_ranks, whole>(p, me, j, 0, p.pitch);
+        kvpn_send_parts<T, max_ranks>(p, me, j, 0, p.pitch);
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, whole, false>(p, me, j, 0, p.pitch);
+        return kvpn_sum_part<T, max_ranks, false>(p, me, j, 0, p.pitch);
     }
 };
 
@@ -1458,8 +1470,8 @@ struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks, whole>> {
    Each thread has kvpn_pipeline_packs packs in each step. In round k it sends its packs of step k, and reduces those
    of step k - 1: all at once, or one piece of both after another. The thread that writes a result is the one that has
    sent what it may overwrite. The slots of this launch's set, those of both areas and of both senders, are 4 or 8
-   places for steps, which are used again and again. Where they are must not depend on T or whole, which may differ
-   between ranks.
+   places for steps, which are used again and again. Where they are must not depend on T, which may differ between
+   ranks.
 
    Why the place of step k is empty when step k is sent there: a thread has a fence before each round if there are 4
    places, and before every third one if there are 8. Its last fence was before round g, which is k, or is at least
@@ -1467,11 +1479,11 @@ struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks, whole>> {
    g - 3. Before its fence, the other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or
    k - 7 at least. */
 enum { kvpn_pipeline_packs = 8, kvpn_pipeline_threads = 512 };
-template <class T, int max_ranks, bool whole> struct kvpn_pipeline {
-    enum { threads = kvpn_pipeline_threads, threads_of_8 = kvpn_pipeline_threads, turn_last = 0 };
+template <class T, int max_ranks> struct kvpn_pipeline {
+    enum { threads = kvpn_pipeline_threads, turn_last = 0 };
     /* Packs of a piece, and pieces of a step. Two packs keep as much under way as two shots do; what kvpn_any does with
        8 of them would be 70 KB of code. */
-    enum { packs = whole ? (int)kvpn_pipeline_packs : 2, pieces = kvpn_pipeline_packs / packs };
+    enum { packs = T::whole ? (int)kvpn_pipeline_packs : 2, pieces = kvpn_pipeline_packs / packs };
 
     /* Places in each row of slots: of an area, from a sender. */
     KVPRIM_NCCL_DEVICE uint32_t places_of_row(const kvpn_params &p, const kvpn_thread &me)
@@ -1513,7 +1525,7 @@ template <class T, int max_ranks, bool whole> struct kvpn_pipeline {
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < count; u++)
             if (which >> u & 1)
-                v[u] = kvpn_load_16<whole>(from, p.count, first + u * p.block_packs);
+                v[u] = kvpn_load_16<T::whole>(from, p.count, first + u * p.block_packs);
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t piece, const uint4 (&v)[packs])
@@ -1543,8 +1555,8 @@ template <class T, int max_ranks, bool whole> struct kvpn_pipeline {
                 const uint4 mine = kvpn_replace_empty(own[u]), other = v[half + u];
                 uint4 both[2] = {p.rank ? other : mine, p.rank ? mine : other};
                 if (which >> (half + u) & 1)
-                    kvpn_store_16<whole>(p.recv, p.count, first + (half + u) * p.block_packs,
-                                         kvpn_reduction<T, 2>::of(p, what, both));
+                    kvpn_store_16<T::whole>(p.recv, p.count, first + (half + u) * p.block_packs,
+                                            kvpn_reduction<T, 2>::of(p, what, both));
             }
         }
         kvpn_clear_slots<packs>(slots, 16 * me.threads, which);
@@ -2629,12 +2641,11 @@ template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Pa
         kvpn_end_turn(p, me);
 }
 
-template <template <class, int, bool> class Way, class T, int max_ranks, bool whole>
-static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whole>::threads
-                                                   : (int)Way<T, max_ranks, whole>::threads_of_8,
+template <template <class, int> class Way, class T, int max_ranks>
+static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks>::threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_kernel(const KVPRIM_GRID_CONSTANT kvpn_params p)
 {
-    kvpn_run_way<Way<T, max_ranks, whole>>(p);
+    kvpn_run_way<Way<T, max_ranks>>(p);
 }
 
 template <template <bool> class Way, bool whole>
@@ -3855,46 +3866,26 @@ typedef enum kvpn_way {
 typedef void (*kvpn_kernel_function)(kvpn_params);
 typedef void (*kvpn_parts_function)(kvpn_parts_params);
 
-/* What kvpn_pick takes for kernels of kvpn_any. */
-static const kvprim_dtype kvpn_any_dtype = KVPRIM_U8;
-
-template <template <class, int, bool> class Way, class T, int max_ranks>
-static kvpn_kernel_function kvpn_pick(bool whole)
+/* Of the type, or of kvpn_any: dtype is KVPRIM_U8. */
+template <template <class, int> class Way, int max_ranks> static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype)
 {
-    return whole ? kvpn_kernel<Way, T, max_ranks, true> : kvpn_kernel<Way, kvpn_any, max_ranks, false>;
+    return dtype == KVPRIM_F32    ? kvpn_kernel<Way, kvpn_f32, max_ranks>
+           : dtype == KVPRIM_BF16 ? kvpn_kernel<Way, kvpn_bf16, max_ranks>
+           : dtype == KVPRIM_F16  ? kvpn_kernel<Way, kvpn_f16, max_ranks>
+                                  : kvpn_kernel<Way, kvpn_any, max_ranks>;
 }
 
-template <template <class, int, bool> class Way, class T> static kvpn_kernel_function kvpn_pick(int world, bool whole)
+template <template <class, int> class Way> static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world)
 {
-    return world == 2   ? kvpn_pick<Way, T, 2>(whole)
-           : world <= 4 ? kvpn_pick<Way, T, 4>(whole)
-                        : kvpn_pick<Way, T, 8>(whole);
+    return world == 2 ? kvpn_pick<Way, 2>(dtype) : world <= 4 ? kvpn_pick<Way, 4>(dtype) : kvpn_pick<Way, 8>(dtype);
 }
 
-template <template <class, int, bool> class Way>
-static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
+static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world)
 {
-    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
-           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
-           : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16>(world, whole)
-                                  : kvpn_pick<Way, kvpn_any>(world, whole);
-}
-
-/* Of two ranks. */
-static kvpn_kernel_function kvpn_pick_pipeline(kvprim_dtype dtype, bool whole)
-{
-    return !whole || dtype == kvpn_any_dtype ? kvpn_kernel<kvpn_pipeline, kvpn_any, 2, false>
-           : dtype == KVPRIM_F32             ? kvpn_kernel<kvpn_pipeline, kvpn_f32, 2, true>
-           : dtype == KVPRIM_BF16            ? kvpn_kernel<kvpn_pipeline, kvpn_bf16, 2, true>
-                                             : kvpn_kernel<kvpn_pipeline, kvpn_f16, 2, true>;
-}
-
-static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
-{
-    return way == kvpn_by_pipeline   ? kvpn_pick_pipeline(dtype, whole)
-           : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
-           : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
-                                     : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+    return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2>(dtype)
+           : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world)
+           : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world)
+                                     : kvpn_pick<kvpn_two_shot>(dtype, world);
 }
 
 template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
@@ -3913,7 +3904,7 @@ static kvpn_parts_function kvpn_pick_parts(kvpn_way way, int world, bool whole)
 static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
     return way >= kvpn_by_parts ? (const void *)kvpn_pick_parts(way, world, whole)
-                                : (const void *)kvpn_pick(way, dtype, world, whole);
+                                : (const void *)kvpn_pick(way, whole ? dtype : KVPRIM_U8, world);
 }
 
 /* kvpn_by_nccl: the norm alone. packs: of a thread, 1 or as many as kvpn_norm_packs_of says, which one shot always
@@ -4028,7 +4019,7 @@ static bool kvpn_can_cluster(const kvprim_comm *comm)
    of them are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *task)
 {
-    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, kvpn_any_dtype};
+    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, KVPRIM_U8};
     const int world = task->comm.world;
     bool loaded = true;
     task->kernels_wait = true;
@@ -5091,7 +5082,7 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
     const bool whole = ((uintptr_t)c->send | (uintptr_t)c->recv | p.pitch | bytes) % 16 == 0;
     const bool sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
-    const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
+    const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : KVPRIM_U8, comm->world, whole);
     return kvpn_launch_kernel(c, kernel, blocks, dim3(threads), &p);
 }
 

@@ -6,7 +6,6 @@
        c++ -std=c++17 -O1 -g -fsanitize=thread -I. tests/nccl/test_nccl_emulated.cpp && ./a.out [quick] */
 #include "nccl_emulated.h"
 #include <algorithm>
-#include <type_traits>
 #include "reductions.h"
 
 enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16, most_pipeline_bytes = 4 * most_bytes };
@@ -234,28 +233,28 @@ template <class Way, class Params> static void run_kernel(const Params &p, const
     end_kernel();
 }
 
-template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
+template <class T, int max_ranks> static void run_reduction(const kvpn_params &p, const call &c)
 {
     if constexpr (max_ranks == 2) {
-        if (is_pipeline(c.what)) /* kvpn_any has only the one for any alignment */
-            return run_kernel<kvpn_pipeline<T, 2, whole && !std::is_same<T, kvpn_any>::value>>(p, c);
+        if (is_pipeline(c.what))
+            return run_kernel<kvpn_pipeline<T, 2>>(p, c);
     }
     if (c.what == one_shot)
-        run_kernel<kvpn_one_shot<T, max_ranks, whole>>(p, c);
+        run_kernel<kvpn_one_shot<T, max_ranks>>(p, c);
     else if (c.what == two_shot)
-        run_kernel<kvpn_two_shot<T, max_ranks, whole>>(p, c);
+        run_kernel<kvpn_two_shot<T, max_ranks>>(p, c);
     else
-        run_kernel<kvpn_scatter<T, max_ranks, whole>>(p, c);
+        run_kernel<kvpn_scatter<T, max_ranks>>(p, c);
 }
 
-template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, const call &c)
+template <int max_ranks> static void run_call(const kvpn_params &p, const call &c, bool whole)
 {
     if (whole && c.type == KVPRIM_F32 && c.op == KVPRIM_SUM)
-        run_reduction<kvpn_f32, max_ranks, true>(p, c);
+        run_reduction<kvpn_f32, max_ranks>(p, c);
     else if (whole && c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
-        run_reduction<kvpn_bf16, max_ranks, true>(p, c);
+        run_reduction<kvpn_bf16, max_ranks>(p, c);
     else
-        run_reduction<kvpn_any, max_ranks, whole>(p, c);
+        run_reduction<kvpn_any, max_ranks>(p, c);
 }
 
 template <bool whole> static void run_exchange(const kvpn_parts_params &p, const call &c)
@@ -348,10 +347,10 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     const size_t pitch = scatters(c.what) ? c.pitch : 0;
     if (exchanges(c.what))
         run_parts(j, rank, c, at, p);
-    else if ((reinterpret_cast<uintptr_t>(at.send) | reinterpret_cast<uintptr_t>(at.recv) | pitch | bytes) % 16 == 0)
-        run_call<max_ranks, true>(p, c);
     else
-        run_call<max_ranks, false>(p, c);
+        run_call<max_ranks>(
+            p, c,
+            (reinterpret_cast<uintptr_t>(at.send) | reinterpret_cast<uintptr_t>(at.recv) | pitch | bytes) % 16 == 0);
     for (size_t b = 0; b < at.recv_bytes + guard_bytes; b++)
         if (b >= at.recv_bytes && at.recv[b] != before[b])
             return false;

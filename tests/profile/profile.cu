@@ -438,7 +438,7 @@ static double describe_all_reduce(const char *name, int64_t count)
     int blocks;
     cudaFuncAttributes kernel;
     const kvpn_way way = kvpn_choose(&comm, (size_t)count * 2, KVPRIM_BF16, KVPRIM_SUM);
-    const void *const function = (const void *)kvpn_pick(way, KVPRIM_BF16, comm.world, true);
+    const void *const function = (const void *)kvpn_pick(way, KVPRIM_BF16, comm.world);
     CUDA(cudaFuncGetAttributes(&kernel, function));
     CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kvpn_max_threads, 0));
     if (comm.rank == 0)
