@@ -57,7 +57,8 @@
        >>impl_check       init: arguments, and why kernels are off
        >>impl_exchange    init: what ranks tell each other
        >>impl_peers       init: each other's memory
-       >>impl_limits      which kernel runs a way, and up to which size a way is used
+       >>impl_choose      which way and which kernel a collective takes, and up to which size
+       >>impl_load        kernels loaded when a communicator begins; clusters
        >>impl_describe    the text of kvprim_comm_describe
        >>impl_init        init: its steps, its thread, kvprim_comm_init
        >>impl_end         abort and destroy
@@ -831,7 +832,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &m
 /* Resets the slots to empty. Done last, because no rank waits for it. */
 template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, uint32_t step, uint32_t which)
 {
-    enum { at_once = max_slots == 7 ? 2 : max_slots }; /* 7, of kvpn_parts_most: otherwise sm_120 spills registers */
+    enum { at_once = max_slots == 7 ? 2 : max_slots }; /* 7, of a large group: otherwise sm_120 spills registers */
     KVPRIM_NCCL_UNROLL_BY(at_once)
     for (uint32_t r = 0; r < max_slots; r++)
         if (which >> r & 1)
@@ -1678,11 +1679,6 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
     }
 };
 
-template <bool whole> struct kvpn_parts_few : kvpn_parts_slots<false, whole> {
-};
-template <bool whole> struct kvpn_parts_pair : kvpn_parts_slots<true, whole> {
-};
-
 /* Groups of slots: where slot k of the thread's group number `round` lies that rank `from` fills, each group having
    `slots` of them; where this rank sends it, as kvpn_send_offset says; and the words of a pack that are all ones. */
 template <int slots>
@@ -1781,11 +1777,6 @@ template <int group, bool whole> struct kvpn_parts_groups {
             kvpn_clear_slots<slots>(at, 16 * me.threads, which);
         }
     }
-};
-
-template <bool whole> struct kvpn_parts_many : kvpn_parts_groups<kvpn_group, whole> {
-};
-template <bool whole> struct kvpn_parts_most : kvpn_parts_groups<kvpn_large_group, whole> {
 };
 
 /* >>impl_norm ------------------------------------------------------------------------------------------------------
@@ -2648,11 +2639,11 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks>::thr
     kvpn_run_way<Way<T, max_ranks>>(p);
 }
 
-template <template <bool> class Way, bool whole>
+template <class Way>
 static __global__ __launch_bounds__(kvpn_max_threads,
                                     1) void kvpn_parts_kernel(const KVPRIM_GRID_CONSTANT kvpn_parts_params p)
 {
-    kvpn_run_way<Way<whole>>(p);
+    kvpn_run_way<Way>(p);
 }
 
 /* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
@@ -3421,7 +3412,7 @@ static void kvpn_free_comm(kvprim_comm *comm)
 
 /* >>impl_check ----------------------------------------------------------------------------------------------------- */
 
-/* The smallest peer memory has seven slots (kvpn_parts_most) for each thread of a warp, in each of two turns and two
+/* The smallest peer memory has seven slots (kvpn_large_group) for each thread of a warp, in each of two turns and two
    areas, from each of 8 ranks, in 128 blocks, and the pages. */
 enum { kvpn_min_peer_bytes = 16 << 20, kvpn_max_peer_bytes = 4 * (kvpn_slots_mb << 20) + 2 * kvpn_page };
 
@@ -3849,8 +3840,25 @@ static void kvpn_register_window(kvpn_init_task *task)
 #endif
 }
 
-/* >>impl_limits ---------------------------------------------------------------------------------------------------- */
+/* >>impl_choose ----------------------------------------------------------------------------------------------------
 
+   Which way a collective takes, and which kernel that is. The first row that fits decides. Sizes are compared with
+   kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the kernel
+   alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack, otherwise
+   kvpn_any, which also does the other reductions. ranks: the world, rounded up to 2, 4 or 8.
+
+       own kernels are off, or there is none for the type or the op     NCCL
+       more bytes than the limit, not deterministic                     NCCL
+       all_reduce      of few bytes                                     kvpn_kernel<kvpn_one_shot, T, ranks>
+                       of many, between two ranks                       kvpn_kernel<kvpn_pipeline, T, 2>
+                                                                        kvpn_kernel<kvpn_two_shot, T, ranks>
+       reduce_scatter  of many bytes, between two ranks                 kvpn_kernel<kvpn_pipeline, T, 2>
+                                                                        kvpn_kernel<kvpn_scatter, T, ranks>
+       all_gather, all_gatherv, all_to_all, all_to_allv
+                       of few bytes                                     kvpn_parts_kernel<kvpn_parts_slots<...>>
+                       of many                                          kvpn_parts_kernel<kvpn_parts_groups<4, ...>>
+                       of more                                          kvpn_parts_kernel<kvpn_parts_groups<6, ...>>
+       all else                                                         NCCL */
 #ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
     kvpn_by_nccl,
@@ -3863,49 +3871,165 @@ typedef enum kvpn_way {
     kvpn_by_parts_most
 } kvpn_way;
 
-typedef void (*kvpn_kernel_function)(kvpn_params);
-typedef void (*kvpn_parts_function)(kvpn_parts_params);
-
-/* Of the type, or of kvpn_any: dtype is KVPRIM_U8. */
-template <template <class, int> class Way, int max_ranks> static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype)
+/* Packs in a group of this way; 0: it has no groups. */
+static uint32_t kvpn_group_of(kvpn_way way)
 {
-    return dtype == KVPRIM_F32    ? kvpn_kernel<Way, kvpn_f32, max_ranks>
-           : dtype == KVPRIM_BF16 ? kvpn_kernel<Way, kvpn_bf16, max_ranks>
-           : dtype == KVPRIM_F16  ? kvpn_kernel<Way, kvpn_f16, max_ranks>
-                                  : kvpn_kernel<Way, kvpn_any, max_ranks>;
+    return way == kvpn_by_parts_many ? kvpn_group : way == kvpn_by_parts_most ? kvpn_large_group : 0;
 }
 
-template <template <class, int> class Way> static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world)
+static uint32_t kvpn_roles_of(kvpn_way way, int world)
+{
+    const uint32_t others = (uint32_t)world - 1;
+    return way == kvpn_by_parts ? others : way > kvpn_by_parts ? 2 * others : 1;
+}
+
+/* Per role of a block, which has slots in each area for all of a group's packs. */
+static uint32_t kvpn_max_threads_of_role(const kvprim_comm *comm, kvpn_way way)
+{
+    const uint32_t in_block = (uint32_t)kvpn_max_threads / kvpn_roles_of(way, comm->world) / 32 * 32,
+                   with_slots = comm->block_slots / (kvpn_group_of(way) + 1) / 32 * 32;
+    return with_slots < in_block && kvpn_group_of(way) ? with_slots : in_block;
+}
+
+/* How many bytes of a tensor the slots hold in this way, whether or not it is the fastest for them. */
+static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
+{
+    const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
+    const uint32_t in_group = kvpn_group_of(way) * kvpn_max_threads_of_role(comm, way),
+                   of_group = in_group + kvpn_max_threads_of_role(comm, way);
+    if (in_group) /* 2: both areas */
+        return (size_t)16 * comm->blocks * 2 * (comm->block_slots / of_group) * in_group;
+    return way == kvpn_by_two_shot   ? slots * (size_t)comm->world
+           : way == kvpn_by_pipeline ? (size_t)1 << 34 /* so that packs have numbers of 32 bits */
+           : way == kvpn_by_parts    ? slots / 2
+                                     : slots;
+}
+
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (norm_one_shot: on 2), estimated for more
+   ranks; `make nccl-limits` measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other
+   numbers need another kvpn_protocol. */
+typedef struct kvpn_limits {
+    size_t one_shot, two_shot;
+    size_t norm_one_shot; /* of kvprim_all_reduce_norm, a rank's addend */
+    size_t scatter;       /* what each rank sends */
+    /* world times the largest part that one rank sends to another. parts, parts_many: where the next way begins. Then
+       how many an exchange may have, if all of these are equal and if they are not; a gather of equal ones; and one of
+       equal ones that are no multiple of 16 */
+    size_t parts, parts_many, parts_even, parts_uneven, gather, gather_odd;
+} kvpn_limits;
+
+static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
+{
+    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20,  64 << 20, 384 << 10,
+                             8 << 20, 32 << 20, 16 << 20, 64 << 20, 4 << 20},
+                      four = {128 << 10, 32 << 20, 128 << 10, 64 << 20, 256 << 10,
+                              8 << 20,   8 << 20,  8 << 20,   8 << 20,  1 << 20},
+                      eight = {32 << 10, 8 << 20, 32 << 10, 16 << 20, 256 << 10,
+                               4 << 20,  4 << 20, 4 << 20,  4 << 20,  512 << 10};
+    kvpn_limits l = comm->link == kvpn_pcie ? eight : comm->world == 2 ? two : comm->world <= 4 ? four : eight;
+    const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
+    if (reduce)
+        l.two_shot = reduce;
+    if (comm->reduce_scatter_limit)
+        l.scatter = comm->reduce_scatter_limit;
+    if (gather)
+        l.gather = l.gather_odd = l.parts_uneven = l.parts_even = gather;
+    return l;
+}
+
+/* Whether aligned tensors have a kernel of this type. The others go through one of kvpn_any. */
+static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
+{
+    return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
+}
+
+/* The same on every rank: nothing here may differ between ranks. */
+static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
+{
+    return comm->peer[0] && op != KVPRIM_PROD &&
+           (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32 || dtype == KVPRIM_F8E4M3 ||
+            dtype == KVPRIM_F8E5M2);
+}
+
+/* What each rank gives: more than this goes in a stream, between two ranks. Measured on 2 H200s with 32, 64 and 128
+   blocks: at the limit a stream takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
+static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
+{
+    const size_t few = scatters ? 16 << 20 : 8 << 20, half = 16 << 20, many = scatters ? 24 << 20 : 48 << 20;
+    return comm->world > 2 ? SIZE_MAX : comm->blocks <= 40 ? few : comm->blocks <= 64 ? half : many;
+}
+
+/* bytes: of the result. */
+static kvpn_way kvpn_choose_sum(const kvprim_comm *comm, bool scatters, size_t bytes, kvprim_dtype dtype, int op)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    const size_t given = scatters ? bytes * (size_t)comm->world : bytes;
+    if (!kvpn_has_kernels(comm, dtype, op) ||
+        (given > (scatters ? limits.scatter : limits.two_shot) && !comm->deterministic))
+        return kvpn_by_nccl;
+    if (!scatters && bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
+        return kvpn_by_one_shot;
+    return given > kvpn_pipeline_limit(comm, scatters) ? kvpn_by_pipeline
+           : scatters                                  ? kvpn_by_scatter
+                                                       : kvpn_by_two_shot;
+}
+
+/* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
+   The same on every rank. */
+typedef struct kvpn_extent {
+    size_t largest, smallest, own;
+} kvpn_extent;
+
+static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_extent e)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    const size_t world = (size_t)comm->world, few = e.own > e.largest ? e.own : e.largest;
+    const size_t most = e.largest != e.smallest ? limits.parts_uneven
+                        : !gathers              ? limits.parts_even
+                        : e.largest % 16 == 0   ? limits.gather
+                                                : limits.gather_odd;
+    if (!comm->peer[0] || e.largest > most / world)
+        return kvpn_by_nccl;
+    return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
+           : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
+                                                                                          : kvpn_by_parts_most;
+}
+
+/* dtype: KVPRIM_U8 stands for kvpn_any. */
+template <template <class, int> class Way, int max_ranks> static const void *kvpn_pick(kvprim_dtype dtype)
+{
+    return dtype == KVPRIM_F32    ? (const void *)kvpn_kernel<Way, kvpn_f32, max_ranks>
+           : dtype == KVPRIM_BF16 ? (const void *)kvpn_kernel<Way, kvpn_bf16, max_ranks>
+           : dtype == KVPRIM_F16  ? (const void *)kvpn_kernel<Way, kvpn_f16, max_ranks>
+                                  : (const void *)kvpn_kernel<Way, kvpn_any, max_ranks>;
+}
+
+template <template <class, int> class Way> static const void *kvpn_pick(kvprim_dtype dtype, int world)
 {
     return world == 2 ? kvpn_pick<Way, 2>(dtype) : world <= 4 ? kvpn_pick<Way, 4>(dtype) : kvpn_pick<Way, 8>(dtype);
 }
 
-static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world)
+template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world)
 {
+    return way == kvpn_by_parts_many   ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<kvpn_group, whole>>
+           : way == kvpn_by_parts_most ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<kvpn_large_group, whole>>
+           : world == 2                ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, whole>>
+                                       : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, whole>>;
+}
+
+/* whole: tensors are aligned to the way's packs, and end with one. */
+static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
+{
+    if (way >= kvpn_by_parts)
+        return whole ? kvpn_pick_parts<true>(way, world) : kvpn_pick_parts<false>(way, world);
+    dtype = whole ? dtype : KVPRIM_U8;
     return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2>(dtype)
            : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world)
            : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world)
                                      : kvpn_pick<kvpn_two_shot>(dtype, world);
 }
 
-template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
-{
-    return whole ? kvpn_parts_kernel<Way, true> : kvpn_parts_kernel<Way, false>;
-}
-
-static kvpn_parts_function kvpn_pick_parts(kvpn_way way, int world, bool whole)
-{
-    return way == kvpn_by_parts_many   ? kvpn_pick_parts<kvpn_parts_many>(whole)
-           : way == kvpn_by_parts_most ? kvpn_pick_parts<kvpn_parts_most>(whole)
-           : world == 2                ? kvpn_pick_parts<kvpn_parts_pair>(whole)
-                                       : kvpn_pick_parts<kvpn_parts_few>(whole);
-}
-
-static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
-{
-    return way >= kvpn_by_parts ? (const void *)kvpn_pick_parts(way, world, whole)
-                                : (const void *)kvpn_pick(way, whole ? dtype : KVPRIM_U8, world);
-}
+/* >>impl_load ------------------------------------------------------------------------------------------------------ */
 
 /* kvpn_by_nccl: the norm alone. packs: of a thread, 1 or as many as kvpn_norm_packs_of says, which one shot always
    has. */
@@ -4046,37 +4170,6 @@ static bool kvpn_can_capture_pdl(void)
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
-/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (norm_one_shot: on 2), estimated for more
-   ranks; `make nccl-limits` measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other
-   numbers need another kvpn_protocol. */
-typedef struct kvpn_limits {
-    size_t one_shot, two_shot;
-    size_t norm_one_shot; /* of kvprim_all_reduce_norm, a rank's addend */
-    size_t scatter;       /* what each rank sends */
-    /* world times the largest part that one rank sends to another. parts, parts_many: where the next way begins. Then
-       how many an exchange may have, if all of these are equal and if they are not; a gather of equal ones; and one of
-       equal ones that are no multiple of 16 */
-    size_t parts, parts_many, parts_even, parts_uneven, gather, gather_odd;
-} kvpn_limits;
-
-static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
-{
-    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20,  64 << 20, 384 << 10,
-                             8 << 20, 32 << 20, 16 << 20, 64 << 20, 4 << 20},
-                      four = {128 << 10, 32 << 20, 128 << 10, 64 << 20, 256 << 10,
-                              8 << 20,   8 << 20,  8 << 20,   8 << 20,  1 << 20},
-                      eight = {32 << 10, 8 << 20, 32 << 10, 16 << 20, 256 << 10,
-                               4 << 20,  4 << 20, 4 << 20,  4 << 20,  512 << 10};
-    kvpn_limits l = comm->link == kvpn_pcie ? eight : comm->world == 2 ? two : comm->world <= 4 ? four : eight;
-    const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
-    if (reduce)
-        l.two_shot = reduce;
-    if (comm->reduce_scatter_limit)
-        l.scatter = comm->reduce_scatter_limit;
-    if (gather)
-        l.gather = l.gather_odd = l.parts_uneven = l.parts_even = gather;
-    return l;
-}
 #endif
 
 /* What kvprim_all_reduce_norm needs where own kernels are off: its last kernel, loaded, and memory for NCCL's sums. */
@@ -4839,95 +4932,6 @@ static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_ma
                   32 * ((int)kvpn_large_group + 1),
               "a block has slots for a warp");
 
-/* Packs in a group of this way; 0: it has no groups. */
-static uint32_t kvpn_group_of(kvpn_way way)
-{
-    return way == kvpn_by_parts_many ? kvpn_group : way == kvpn_by_parts_most ? kvpn_large_group : 0;
-}
-
-static uint32_t kvpn_roles_of(kvpn_way way, int world)
-{
-    const uint32_t others = (uint32_t)world - 1;
-    return way == kvpn_by_parts ? others : way > kvpn_by_parts ? 2 * others : 1;
-}
-
-/* Per role of a block, which has slots in each area for all of a group's packs. */
-static uint32_t kvpn_max_threads_of_role(const kvprim_comm *comm, kvpn_way way)
-{
-    const uint32_t in_block = (uint32_t)kvpn_max_threads / kvpn_roles_of(way, comm->world) / 32 * 32,
-                   with_slots = comm->block_slots / (kvpn_group_of(way) + 1) / 32 * 32;
-    return with_slots < in_block && kvpn_group_of(way) ? with_slots : in_block;
-}
-
-/* How many bytes of a tensor the slots hold in this way, whether or not it is the fastest for them. */
-static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
-{
-    const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
-    const uint32_t group = kvpn_group_of(way), threads = kvpn_max_threads_of_role(comm, way);
-    switch (way) {
-    case kvpn_by_two_shot:
-        return slots * (size_t)comm->world;
-    case kvpn_by_pipeline: /* so that packs have numbers of 32 bits */
-        return (size_t)1 << 34;
-    case kvpn_by_parts:
-        return slots / 2;
-    case kvpn_by_parts_many: /* 2: both areas */
-    case kvpn_by_parts_most:
-        return (size_t)16 * comm->blocks * 2 * (comm->block_slots / ((group + 1) * threads)) * (group * threads);
-    default:
-        return slots;
-    }
-}
-
-/* Whether aligned tensors have a kernel of this type. The others go through one of kvpn_any. */
-static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
-{
-    return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
-}
-
-/* The same on every rank: nothing here may differ between ranks. */
-static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
-{
-    return comm->peer[0] && op != KVPRIM_PROD &&
-           (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32 || dtype == KVPRIM_F8E4M3 ||
-            dtype == KVPRIM_F8E5M2);
-}
-
-/* What each rank gives: more than this goes in a stream, between two ranks. Measured on 2 H200s with 32, 64 and 128
-   blocks: at the limit a stream takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
-static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
-{
-    const size_t few = scatters ? 16 << 20 : 8 << 20, half = 16 << 20, many = scatters ? 24 << 20 : 48 << 20;
-    return comm->world > 2 ? SIZE_MAX : comm->blocks <= 40 ? few : comm->blocks <= 64 ? half : many;
-}
-
-static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    if (!kvpn_has_kernels(comm, dtype, op))
-        return kvpn_by_nccl;
-    if (bytes > limits.two_shot && !comm->deterministic)
-        return kvpn_by_nccl;
-    if (bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
-        return kvpn_by_one_shot;
-    return bytes > kvpn_pipeline_limit(comm, false) ? kvpn_by_pipeline : kvpn_by_two_shot;
-}
-
-/* `bytes`: of the result. */
-static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    if (!kvpn_has_kernels(comm, dtype, op) || (bytes > limits.scatter / (size_t)comm->world && !comm->deterministic))
-        return kvpn_by_nccl;
-    return bytes > kvpn_pipeline_limit(comm, true) / (size_t)comm->world ? kvpn_by_pipeline : kvpn_by_scatter;
-}
-
-/* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
-   The same on every rank. */
-typedef struct kvpn_extent {
-    size_t largest, smallest, own;
-} kvpn_extent;
-
 static kvpn_extent kvpn_extent_of(const kvpn_call *c)
 {
     const size_t equal = c->count * c->element;
@@ -4944,56 +4948,33 @@ static kvpn_extent kvpn_extent_of(const kvpn_call *c)
     return e;
 }
 
-/* kind: a gather, or an exchange. */
-static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, kvpn_kind kind, kvpn_extent e)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    const size_t world = (size_t)comm->world, few = e.own > e.largest ? e.own : e.largest;
-    const size_t most = e.largest != e.smallest ? limits.parts_uneven
-                        : !kvpn_gathers(kind)   ? limits.parts_even
-                        : e.largest % 16 == 0   ? limits.gather
-                                                : limits.gather_odd;
-    if (!comm->peer[0] || e.largest > most / world)
-        return kvpn_by_nccl;
-    return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
-           : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
-                                                                                          : kvpn_by_parts_most;
-}
-
+/* See >>impl_choose. */
 static kvpn_way kvpn_way_of(const kvpn_call *c)
 {
     const size_t bytes = c->count * c->element;
     if (kvpn_has_parts(c->kind))
-        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, c->kind, kvpn_extent_of(c)) : kvpn_by_nccl;
-    return c->kind == kvpn_all_reduce       ? kvpn_choose(c->comm, bytes, c->dtype, c->op_or_peer)
-           : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
-                                            : kvpn_by_nccl;
-}
-
-/* A block has slots for 4 or 8 steps of all its threads. */
-static uint32_t kvpn_pipeline_threads_of(const kvprim_comm *comm)
-{
-    const uint32_t with_slots = comm->block_slots / kvpn_pipeline_packs / 32 * 32;
-    return with_slots < (uint32_t)kvpn_pipeline_threads ? with_slots : (uint32_t)kvpn_pipeline_threads;
-}
-
-/* Each block has a pack of each thread in turn. */
-static void kvpn_set_stream_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
-{
-    *threads = kvpn_pipeline_threads_of(comm);
-    *blocks = (p->packs + *threads - 1) / *threads;
-    *blocks = *blocks < comm->blocks ? *blocks : comm->blocks;
-    p->block_packs = *blocks * *threads;
+        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_gathers(c->kind), kvpn_extent_of(c)) : kvpn_by_nccl;
+    if (c->kind > kvpn_reduce_scatter)
+        return kvpn_by_nccl;
+    return kvpn_choose_sum(c->comm, c->kind == kvpn_reduce_scatter, bytes, c->dtype, c->op_or_peer);
 }
 
 /* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
    the slots. With groups, a block has threads for one group of packs each. A block's packs begin at a multiple of 8,
-   which is 128 bytes. */
+   which is 128 bytes; in a pipeline, which has slots for 4 or 8 steps, with a pack of each of its threads in turn. */
 static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way, uint32_t *blocks, uint32_t *threads)
 {
     const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots, group = kvpn_group_of(way);
     const uint32_t most =
         way == kvpn_by_parts ? kvpn_max_threads_of_role(comm, way) : kvpn_max_threads_for(comm->world);
+    if (way == kvpn_by_pipeline) {
+        const uint32_t with_slots = comm->block_slots / kvpn_pipeline_packs / 32 * 32;
+        *threads = with_slots < (uint32_t)kvpn_pipeline_threads ? with_slots : (uint32_t)kvpn_pipeline_threads;
+        *blocks = (p->slice_packs + *threads - 1) / *threads;
+        *blocks = *blocks < comm->blocks ? *blocks : comm->blocks;
+        p->block_packs = *blocks * *threads;
+        return;
+    }
     for (*threads = 128; 2 * *threads <= most && p->slice_packs > comm->blocks * *threads;)
         *threads *= 2;
     *blocks = (p->slice_packs + *threads - 1) / *threads;
@@ -5076,10 +5057,7 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + 15) / 16);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    if (way == kvpn_by_pipeline)
-        kvpn_set_stream_grid(comm, &p, &blocks, &threads);
-    else
-        kvpn_set_grid(comm, &p, way, &blocks, &threads);
+    kvpn_set_grid(comm, &p, way, &blocks, &threads);
     const bool whole = ((uintptr_t)c->send | (uintptr_t)c->recv | p.pitch | bytes) % 16 == 0;
     const bool sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
     const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : KVPRIM_U8, comm->world, whole);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Every way of each collective at every size, and the limits between the ways (kvprim_nccl.h >>impl_limits) that the
+/* Every way of each collective at every size, and the limits between the ways (kvprim_nccl.h >>impl_choose) that the
    times suggest, beside the header's. For bench_nccl.cu, which implements the header. */
 #ifndef BENCH_WAYS_H
 #define BENCH_WAYS_H

@@ -586,8 +586,8 @@ static void check_stream_grid(const kvprim_comm *comm, uint32_t packs)
     kvpn_params p;
     uint32_t blocks = 0, threads = 0;
     memset(&p, 0, sizeof p);
-    p.packs = packs;
-    kvpn_set_stream_grid(comm, &p, &blocks, &threads);
+    p.slice_packs = packs;
+    kvpn_set_grid(comm, &p, kvpn_by_pipeline, &blocks, &threads);
     CHECK(threads >= 32 && threads <= kvpn_pipeline_threads && threads % 32 == 0);
     CHECK(blocks >= 1 && blocks <= comm->blocks && (blocks == comm->blocks || blocks * threads >= packs));
     CHECK((blocks - 1) * threads < packs && p.block_packs == blocks * threads);
@@ -673,8 +673,7 @@ static void test_grids_of_few(void)
 static kvpn_way choose_parts(const kvprim_comm *comm, size_t bytes, size_t own)
 {
     const kvpn_extent even = {bytes, bytes, own}, uneven = {bytes, bytes / 2, own};
-    const kvpn_way way = kvpn_choose_parts(comm, kvpn_all_to_all, even),
-                   other = kvpn_choose_parts(comm, kvpn_all_to_all, uneven);
+    const kvpn_way way = kvpn_choose_parts(comm, false, even), other = kvpn_choose_parts(comm, false, uneven);
     CHECK(way == other || other == kvpn_by_nccl);
     return way;
 }
@@ -683,7 +682,7 @@ static kvpn_way choose_parts(const kvprim_comm *comm, size_t bytes, size_t own)
 static kvpn_way choose_gather(const kvprim_comm *comm, size_t bytes)
 {
     const kvpn_extent equal = {bytes, bytes, bytes};
-    return kvpn_choose_parts(comm, kvpn_all_gather, equal);
+    return kvpn_choose_parts(comm, true, equal);
 }
 
 /* Which way a call takes: by size and kind, and by the caller's limits. */
@@ -697,7 +696,7 @@ static void test_choices(void)
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
             const kvpn_way way = choose_gather(&comm, bytes);
             CHECK(way != kvpn_by_parts || bytes <= kvpn_capacity_bytes(&comm, way));
-            if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
+            if (kvpn_choose_sum(&comm, false, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
                 CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
         }
         for (size_t bytes = 0; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1)
@@ -714,43 +713,44 @@ static void test_choices(void)
         CHECK(choose_gather(&comm, ((size_t)1 << 16) - 1) != kvpn_by_nccl);
         CHECK(choose_gather(&comm, ((size_t)4 << 20) / (size_t)world + 1) == kvpn_by_nccl); /* odd */
         CHECK(choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
-        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
+        CHECK(kvpn_choose_sum(&comm, false, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
         for (int t = KVPRIM_U8; t <= KVPRIM_F8E5M2; t++)
             for (int op = KVPRIM_SUM; op <= KVPRIM_AVG; op++) {
                 const bool own = op != KVPRIM_PROD && (t == KVPRIM_F16 || t == KVPRIM_BF16 || t == KVPRIM_F32 ||
                                                        t == KVPRIM_F8E4M3 || t == KVPRIM_F8E5M2);
-                CHECK((kvpn_choose(&comm, 8, (kvprim_dtype)t, op) == kvpn_by_one_shot) == own);
-                CHECK((kvpn_choose_scatter(&comm, 8, (kvprim_dtype)t, op) == kvpn_by_scatter) == own);
+                CHECK((kvpn_choose_sum(&comm, false, 8, (kvprim_dtype)t, op) == kvpn_by_one_shot) == own);
+                CHECK((kvpn_choose_sum(&comm, true, 8, (kvprim_dtype)t, op) == kvpn_by_scatter) == own);
             }
-        CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
-        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
-        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, true, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_sum(&comm, true, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, false, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         for (int link = kvpn_nvlink; world == 2 && link <= kvpn_pcie; link++) { /* what is measured on NVLink */
             comm.link = link;
-            CHECK(kvpn_choose(&comm, (size_t)8 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
-            CHECK((kvpn_choose(&comm, (size_t)9 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl) == (link == kvpn_pcie));
+            CHECK(kvpn_choose_sum(&comm, false, (size_t)8 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
+            CHECK((kvpn_choose_sum(&comm, false, (size_t)9 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl) ==
+                  (link == kvpn_pcie));
             CHECK((choose_gather(&comm, (size_t)3 << 20) == kvpn_by_nccl) == (link == kvpn_pcie));
         }
         comm.link = 0;
         comm.all_reduce_limit = 1024, comm.reduce_scatter_limit = 1024, comm.all_gather_limit = 1024;
-        CHECK(kvpn_choose(&comm, 1024, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
-        CHECK(kvpn_choose(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
-        CHECK(kvpn_choose_scatter(&comm, 1024 / (size_t)world, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
-        CHECK(kvpn_choose_scatter(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, false, 1024, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
+        CHECK(kvpn_choose_sum(&comm, false, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, true, 1024 / (size_t)world, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_sum(&comm, true, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         CHECK(choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_parts);
         CHECK(choose_gather(&comm, 1024) == kvpn_by_nccl);
         CHECK(choose_parts(&comm, 1024 / (size_t)world, 5) == kvpn_by_parts);
         CHECK(choose_parts(&comm, 1024, 5) == kvpn_by_nccl);
         comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
-        CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
-        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
+        CHECK(kvpn_choose_sum(&comm, false, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
+        CHECK(kvpn_choose_sum(&comm, true, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
         CHECK(choose_gather(&comm, (size_t)1 << 40) == kvpn_by_parts_most);
         CHECK(choose_parts(&comm, (size_t)1 << 40, 5) == kvpn_by_parts_most);
         comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
-        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
-        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
+        CHECK(kvpn_choose_sum(&comm, false, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
+        CHECK(kvpn_choose_sum(&comm, true, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
         comm.peer[0] = NULL;
-        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, false, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
     }
 }
 

@@ -260,13 +260,13 @@ template <int max_ranks> static void run_call(const kvpn_params &p, const call &
 template <bool whole> static void run_exchange(const kvpn_parts_params &p, const call &c)
 {
     if (c.what == parts && p.world == 2)
-        run_kernel<kvpn_parts_pair<whole>>(p, c);
+        run_kernel<kvpn_parts_slots<true, whole>>(p, c);
     else if (c.what == parts)
-        run_kernel<kvpn_parts_few<whole>>(p, c);
+        run_kernel<kvpn_parts_slots<false, whole>>(p, c);
     else if (c.what == parts_many)
-        run_kernel<kvpn_parts_many<whole>>(p, c);
+        run_kernel<kvpn_parts_groups<kvpn_group, whole>>(p, c);
     else
-        run_kernel<kvpn_parts_most<whole>>(p, c);
+        run_kernel<kvpn_parts_groups<kvpn_large_group, whole>>(p, c);
 }
 
 /* Where a rank's send and recv lie: in place or apart, aligned or not. */
