@@ -98,6 +98,8 @@
                                from 2.19 on, whichever version it was compiled with.
    KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
                                for each architecture.
+   KVPRIM_NO_EXCHANGE          in that unit: leaves out the kernels of all_gather, all_gatherv, all_to_all and all_to_allv,
+                               which NCCL then serves. On all ranks or on none
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #include "kvprim.h"
@@ -564,6 +566,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
     !defined(KVPRIM_NCCL_LAYOUT)
 #define KVPRIM_NCCL_LAYOUT
 enum { kvpn_max_world = 8 }; /* of a communicator with kernels */
+#ifdef KVPRIM_NO_EXCHANGE
+enum { kvpn_exchanges = 0 };
+#else
+enum { kvpn_exchanges = 1 }; /* there are kernels of >>impl_parts */
+#endif
 
 /* A rank's memory: a page of words, the slots, and 4,096 bytes of which 16 are written and never read. The page holds
    the turn of each block, then, from kvpn_stop_reason_word on, why the rank stopped (0: it did not), then, from
@@ -1594,6 +1601,8 @@ template <class T, int max_ranks> struct kvpn_pipeline {
    Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Every rank uses the same
    blocks, as many as the largest of all parts takes, and in each of them thread 0 sends every other rank a slot, and
    waits for one, even where the part has no bytes: see >>impl_protocol. */
+enum { kvpn_group = 4, kvpn_large_group = 6 }; /* packs; see kvpn_parts_groups */
+#ifndef KVPRIM_NO_EXCHANGE
 typedef struct kvpn_part {
     char *at;
     uint32_t bytes;
@@ -1712,7 +1721,6 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
    far apart as a role has threads, and its groups alternate between the areas.
    A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
    than one of 4 for 512 KB, and 8 % less for 64 MB. */
-enum { kvpn_group = 4, kvpn_large_group = 6 };
 template <int group, bool whole> struct kvpn_parts_groups {
     enum { turn_last = 1, slots = group + 1 };
 
@@ -1778,6 +1786,7 @@ template <int group, bool whole> struct kvpn_parts_groups {
         }
     }
 };
+#endif
 
 /* >>impl_norm ------------------------------------------------------------------------------------------------------
 
@@ -2639,12 +2648,14 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks>::thr
     kvpn_run_way<Way<T, max_ranks>>(p);
 }
 
+#ifndef KVPRIM_NO_EXCHANGE
 template <class Way>
 static __global__ __launch_bounds__(kvpn_max_threads,
                                     1) void kvpn_parts_kernel(const KVPRIM_GRID_CONSTANT kvpn_parts_params p)
 {
     kvpn_run_way<Way>(p);
 }
+#endif
 
 /* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
    one again has met all others after they read it. */
@@ -2977,7 +2988,8 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 7,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    /* raised by 2 when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_protocol = 14 + kvpn_exchanges,
     kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
     kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_norm_by_nccl: 1,024 tokens x 4,096 of bf16 */
@@ -3932,8 +3944,8 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
         l.two_shot = reduce;
     if (comm->reduce_scatter_limit)
         l.scatter = comm->reduce_scatter_limit;
-    if (gather)
-        l.gather = l.gather_odd = l.parts_uneven = l.parts_even = gather;
+    if (gather || !kvpn_exchanges)
+        l.gather = l.gather_odd = l.parts_uneven = l.parts_even = kvpn_exchanges ? gather : 0;
     return l;
 }
 
@@ -3988,7 +4000,7 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_ex
                         : !gathers              ? limits.parts_even
                         : e.largest % 16 == 0   ? limits.gather
                                                 : limits.gather_odd;
-    if (!comm->peer[0] || e.largest > most / world)
+    if (!comm->peer[0] || !kvpn_exchanges || e.largest > most / world)
         return kvpn_by_nccl;
     return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
            : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
@@ -4009,6 +4021,7 @@ template <template <class, int> class Way> static const void *kvpn_pick(kvprim_d
     return world == 2 ? kvpn_pick<Way, 2>(dtype) : world <= 4 ? kvpn_pick<Way, 4>(dtype) : kvpn_pick<Way, 8>(dtype);
 }
 
+#ifndef KVPRIM_NO_EXCHANGE
 template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world)
 {
     return way == kvpn_by_parts_many   ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<kvpn_group, whole>>
@@ -4016,12 +4029,15 @@ template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world
            : world == 2                ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, whole>>
                                        : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, whole>>;
 }
+#endif
 
 /* whole: tensors are aligned to the way's packs, and end with one. */
 static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
+#ifndef KVPRIM_NO_EXCHANGE
     if (way >= kvpn_by_parts)
         return whole ? kvpn_pick_parts<true>(way, world) : kvpn_pick_parts<false>(way, world);
+#endif
     dtype = whole ? dtype : KVPRIM_U8;
     return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2>(dtype)
            : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world)
@@ -5078,6 +5094,7 @@ static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
     return KVPRIM_OK;
 }
 
+#ifndef KVPRIM_NO_EXCHANGE
 /* At most `most` bytes of a part, from byte `at` on. */
 static kvpn_part kvpn_piece_of(char *begin, size_t bytes, size_t at, size_t most)
 {
@@ -5134,6 +5151,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
     }
     return KVPRIM_OK;
 }
+#endif
 
 /* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
 
@@ -5547,8 +5565,12 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
     kvpn_simplify_counts(c);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
+#ifndef KVPRIM_NO_EXCHANGE
+    if (way >= kvpn_by_parts)
+        return kvpn_launch_parts(c, way);
+#endif
     if (way != kvpn_by_nccl)
-        return way >= kvpn_by_parts ? kvpn_launch_parts(c, way) : kvpn_launch_chunks(c, way);
+        return kvpn_launch_chunks(c, way);
 #endif
     return kvpn_run_nccl(c);
 }
