@@ -1025,84 +1025,68 @@ template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_store_units(void *to,
             ((U *)to)[e] = (U)(w[e / per_word] >> e % per_word * (32 / per_word));
 }
 
-/* Pack i of `bytes` bytes, 8 or 16 to a pack, with zeros after the last one. `whole`: aligned, and ending with a
-   pack. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_load_8(const void *from, uint64_t bytes, uint32_t i)
-{
-    uint32_t w[2];
-    if (whole)
-        return ((const uint2 *)from)[i];
-    kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-    return uint2{w[0], w[1]};
-}
-
-template <bool whole>
-KVPRIM_NCCL_DEVICE void kvpn_store_8(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
-{
-    const uint32_t w[2] = {low, high};
-    if (whole)
-        ((uint2 *)to)[i] = uint2{low, high};
-    else
-        kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-}
-
 /* The four bytes that begin `bits` bits after the begin of `low`; bits < 32. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32_t bits)
 {
     return (uint32_t)(((uint64_t)high << 32 | low) >> bits);
 }
 
-/* Reads the words around it where all of their bytes are the tensor's. Single bytes take three times as long. */
-template <bool whole, class Bytes> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, Bytes bytes, uint32_t i)
+/* Pack i, a uint2 or uint4, of `bytes` bytes, with zeros after the last one. `whole`: aligned, and ending with a pack.
+   Otherwise reads the words around it where all of their bytes are the tensor's: single bytes take three times as
+   long. */
+template <class V, bool whole, class Bytes>
+KVPRIM_NCCL_DEVICE V kvpn_load_pack(const void *from, Bytes bytes, uint32_t i)
 {
-    const char *const at = (const char *)from + (size_t)i * 16;
-    const Bytes left = bytes - (Bytes)i * 16;
+    enum { size = sizeof(V), words = size / 4 };
+    const char *const at = (const char *)from + (size_t)i * size;
+    const Bytes left = bytes - (Bytes)i * size;
     const uint32_t past = (uint32_t)((uintptr_t)at % 4);
-    uint32_t w[5];
+    uint32_t w[words + 1];
+    V v;
     if (whole)
-        return ((const uint4 *)from)[i];
-    if (left >= 16 && (uintptr_t)at % 16 == 0)
-        return *(const uint4 *)at;
-    if (left >= 16 && past == 0) {
-        kvpn_load_units<uint32_t, 4>(at, 4, w);
-    } else if (left >= 20 && i > 0) {
-        kvpn_load_units<uint32_t, 5>(at - past, 5, w);
+        return ((const V *)from)[i];
+    if (left >= size && (uintptr_t)at % size == 0)
+        return *(const V *)at;
+    if (left >= size && past == 0) {
+        kvpn_load_units<uint32_t, words>(at, words, w);
+    } else if (left >= size + 4 && i > 0) {
+        kvpn_load_units<uint32_t, words + 1>(at - past, words + 1, w);
         KVPRIM_NCCL_UNROLL
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < words; k++)
             w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
     } else {
-        kvpn_load_units<unsigned char, 4>(at, left, w);
+        kvpn_load_units<unsigned char, words>(at, left, w);
     }
-    return uint4{w[0], w[1], w[2], w[3]};
+    memcpy(&v, w, size);
+    return v;
 }
 
-/* Writes three words and, before and after them, four bytes. */
-KVPRIM_NCCL_DEVICE void kvpn_store_shifted(char *at, uint32_t past, const uint32_t *w)
+/* If not at a word, writes the words inside the pack and, before and after them, four bytes. */
+template <class V, bool whole, class Bytes>
+KVPRIM_NCCL_DEVICE void kvpn_store_pack(void *to, Bytes bytes, uint32_t i, V v)
 {
-    uint32_t *const words = (uint32_t *)(at + 4 - past);
-    KVPRIM_NCCL_UNROLL
-    for (int k = 0; k < 3; k++)
-        words[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t e = 0; e < 4; e++)
-        at[e + (e < 4 - past ? 0 : 12)] = (char)((e < 4 - past ? w[0] : w[3]) >> 8 * e);
-}
-
-template <bool whole, class Bytes> KVPRIM_NCCL_DEVICE void kvpn_store_16(void *to, Bytes bytes, uint32_t i, uint4 v)
-{
-    char *const at = (char *)to + (size_t)i * 16;
-    const Bytes left = bytes - (Bytes)i * 16;
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w}, past = (uint32_t)((uintptr_t)at % 4);
-    if (whole)
-        ((uint4 *)to)[i] = v;
-    else if (left >= 16 && (uintptr_t)at % 16 == 0)
-        *(uint4 *)at = v;
-    else if (left >= 16 && past == 0)
-        kvpn_store_units<uint32_t, 4>(at, 4, w);
-    else if (left >= 16)
-        kvpn_store_shifted(at, past, w);
-    else
-        kvpn_store_units<unsigned char, 4>(at, left, w);
+    enum { size = sizeof(V), words = size / 4 };
+    char *const at = (char *)to + (size_t)i * size;
+    const Bytes left = bytes - (Bytes)i * size;
+    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
+    uint32_t w[words];
+    memcpy(w, &v, size);
+    if (whole) {
+        ((V *)to)[i] = v;
+    } else if (left >= size && (uintptr_t)at % size == 0) {
+        *(V *)at = v;
+    } else if (left >= size && past == 0) {
+        kvpn_store_units<uint32_t, words>(at, words, w);
+    } else if (left >= size) {
+        KVPRIM_NCCL_UNROLL
+        for (int k = 0; k + 1 < words; k++)
+            ((uint32_t *)(at + 4 - past))[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t e = 0; e < 4; e++)
+            at[e + (e < 4 - past ? 0 : size - 4)] = (char)((e < 4 - past ? w[0] : w[words - 1]) >> 8 * e);
+    } else {
+        kvpn_store_units<unsigned char, words>(at, left, w);
+    }
 }
 
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
@@ -1346,37 +1330,52 @@ KVPRIM_NCCL_DEVICE bool kvpn_are_whole(const kvpn_params &p, const void *tensor,
            (((uintptr_t)tensor | pitch) % 16 == 0 && ((p.world - 1ull) * part_packs + at + 1) * 16 <= p.count);
 }
 
+/* Sends pack j of their parts to the ranks skip + 1, skip + 2, ... further on, but not skip + end. */
+template <int end>
+KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t skip,
+                                        uint32_t part_packs, uint64_t pitch)
+{
+    const uint32_t at = me.block * p.block_packs + j;
+    uint4 v[end];
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 1; k < end; k++) {
+        const uint32_t to = kvpn_peer_rank(p, skip + k);
+        if (skip + k < p.world && to * part_packs + at < p.packs)
+            v[k] = kvpn_load_pack<uint4, true>((const char *)p.send + to * pitch, p.count, to * part_packs + at);
+    }
+    if (skip == 0)
+        kvpn_take_turn(p, me, j);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 1; k < end; k++)
+        if (skip + k < p.world && kvpn_peer_rank(p, skip + k) * part_packs + at < p.packs)
+            kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
+}
+
 /* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
    on. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                         uint64_t pitch)
 {
+    const bool at_once = T::whole || max_ranks <= 4; /* otherwise there are too few registers for all packs */
     const uint32_t at = me.block * p.block_packs + j;
-    uint4 v[max_ranks];
-    if (!kvpn_are_whole<T>(p, p.send, at, part_packs, pitch)) {
-        kvpn_take_turn(p, me, j);
+    if (kvpn_are_whole<T>(p, p.send, at, part_packs, pitch)) {
+        if (at_once)
+            kvpn_send_whole<max_ranks>(p, me, j, 0, part_packs, pitch);
         KVPRIM_NCCL_UNROLL_BY(1)
-        for (uint32_t k = 1; k < p.world; k++) {
-            const uint32_t to = kvpn_peer_rank(p, k);
-            if (to * part_packs + at < p.packs)
-                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j),
-                                kvpn_replace_empty(kvpn_load_16<false>((const char *)p.send + to * pitch, p.count,
-                                                                       to * part_packs + at)));
-        }
+        for (uint32_t skip = 0; !at_once && skip + 1 < p.world; skip += 4)
+            kvpn_send_whole<5>(p, me, j, skip, part_packs, pitch);
         return;
     }
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 1; k < max_ranks; k++) {
-        const uint32_t to = kvpn_peer_rank(p, k);
-        if (k < p.world && to * part_packs + at < p.packs)
-            v[k] = kvpn_load_16<true>((const char *)p.send + to * pitch, p.count, to * part_packs + at);
-    }
     kvpn_take_turn(p, me, j);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 1; k < max_ranks; k++)
-        if (k < p.world && kvpn_peer_rank(p, k) * part_packs + at < p.packs)
-            kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
+    KVPRIM_NCCL_UNROLL_BY(1)
+    for (uint32_t k = 1; k < p.world; k++) {
+        const uint32_t to = kvpn_peer_rank(p, k), i = to * part_packs + at;
+        if (i < p.packs)
+            kvpn_store_slot(
+                p.peer[k] + kvpn_send_offset(p, me, j),
+                kvpn_replace_empty(kvpn_load_pack<uint4, false>((const char *)p.send + to * pitch, p.count, i)));
+    }
 }
 
 /* Waits for pack j of this rank's part from every other rank, sums and writes it. `shares`: also sends the sum to all
@@ -1390,14 +1389,15 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
     if (shares && at >= p.packs)
         return true;
-    kvpn_init_sum<T, max_ranks>(p, kvpn_load_16<T::whole>((const char *)p.send + p.rank * pitch, p.count, at), v);
+    kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<uint4, T::whole>((const char *)p.send + p.rank * pitch, p.count, at),
+                                v);
     const uint32_t what = kvpn_reduction<T, max_ranks>::before_wait(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
     const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, what, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
-    kvpn_store_16<T::whole>(p.recv, p.count, at, sum);
+    kvpn_store_pack<uint4, T::whole>(p.recv, p.count, at, sum);
     kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
     return true;
 }
@@ -1406,7 +1406,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
 template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_one_shot<T, max_ranks>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint4 v = kvpn_load_16<T::whole>(p.send, p.count, me.block * p.block_packs + j);
+        const uint4 v = kvpn_load_pack<uint4, T::whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
         kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), kvpn_replace_empty(v));
     }
@@ -1448,12 +1448,12 @@ template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < max_ranks; r++)
             if (whole && ranks >> r & 1)
-                kvpn_store_16<true>(p.recv, p.count, r * p.slice_packs + at, v[r]);
+                kvpn_store_pack<uint4, true>(p.recv, p.count, r * p.slice_packs + at, v[r]);
         KVPRIM_NCCL_UNROLL_BY(1)
         for (uint32_t r = 0; !whole && r < p.world; r++)
             if (ranks >> r & 1) /* arrived, and in this thread's slot: a register cannot be had by number */
-                kvpn_store_16<false>(p.recv, p.count, r * p.slice_packs + at,
-                                     kvpn_load_slot(slots + (size_t)r * p.sender_bytes));
+                kvpn_store_pack<uint4, false>(p.recv, p.count, r * p.slice_packs + at,
+                                              kvpn_load_slot(slots + (size_t)r * p.sender_bytes));
         kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, ranks);
         return true;
     }
@@ -1533,7 +1533,7 @@ template <class T, int max_ranks> struct kvpn_pipeline {
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < count; u++)
             if (which >> u & 1)
-                v[u] = kvpn_load_16<T::whole>(from, p.count, first + u * p.block_packs);
+                v[u] = kvpn_load_pack<uint4, T::whole>(from, p.count, first + u * p.block_packs);
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t piece, const uint4 (&v)[packs])
@@ -1563,8 +1563,8 @@ template <class T, int max_ranks> struct kvpn_pipeline {
                 const uint4 mine = kvpn_replace_empty(own[u]), other = v[half + u];
                 uint4 both[2] = {p.rank ? other : mine, p.rank ? mine : other};
                 if (which >> (half + u) & 1)
-                    kvpn_store_16<T::whole>(p.recv, p.count, first + (half + u) * p.block_packs,
-                                            kvpn_reduction<T, 2>::of(p, what, both));
+                    kvpn_store_pack<uint4, T::whole>(p.recv, p.count, first + (half + u) * p.block_packs,
+                                                     kvpn_reduction<T, 2>::of(p, what, both));
             }
         }
         kvpn_clear_slots<packs>(slots, 16 * me.threads, which);
@@ -1636,11 +1636,11 @@ KVPRIM_NCCL_DEVICE void kvpn_copy_own_part(const kvpn_parts_params &p, uint32_t 
         KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < at_once; k++)
             if (i + k * step < packs)
-                v[k] = kvpn_load_16<whole>(p.parts[0].to.at, bytes, i + k * step);
+                v[k] = kvpn_load_pack<uint4, whole>(p.parts[0].to.at, bytes, i + k * step);
         KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < at_once; k++)
             if (i + k * step < packs)
-                kvpn_store_16<whole>(p.parts[0].from.at, bytes, i + k * step, v[k]);
+                kvpn_store_pack<uint4, whole>(p.parts[0].from.at, bytes, i + k * step, v[k]);
     }
 }
 
@@ -1657,7 +1657,7 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
             const uint32_t at = me.block * p.block_packs + j;
             uint2 v = {0, 0};
             if (at * 8 < part.bytes)
-                v = kvpn_load_8<whole>(part.at, part.bytes, at);
+                v = kvpn_load_pack<uint2, whole>(part.at, part.bytes, at);
             kvpn_take_turn(p, me, j);
             if (kvpn_has_slot(part, at, j))
                 kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
@@ -1674,36 +1674,21 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
             char *const slot = p.peer[0] + kvpn_slot_offset(p, me, 0, from, j);
             uint4 v[1];
             if (k == 1 && at * 8 < own.bytes) {
-                const uint2 pack = kvpn_load_8<whole>(own.at, own.bytes, at);
-                kvpn_store_8<whole>(p.parts[0].from.at, own.bytes, at, pack.x, pack.y);
+                const uint2 pack = kvpn_load_pack<uint2, whole>(own.at, own.bytes, at);
+                kvpn_store_pack<uint2, whole>(p.parts[0].from.at, own.bytes, at, pack);
             }
             if (!kvpn_has_slot(part, at, j))
                 continue;
             if (!kvpn_wait_for_slots<1, true>(p, me, slot, 0, 1, (int32_t)from, v))
                 return;
             if (at * 8 < part.bytes)
-                kvpn_store_8<whole>(part.at, part.bytes, at, v[0].x, v[0].z);
+                kvpn_store_pack<uint2, whole>(part.at, part.bytes, at, uint2{v[0].x, v[0].z});
             kvpn_clear_slots<1>(slot, 0, 1);
         }
     }
 };
 
-/* Groups of slots: where slot k of the thread's group number `round` lies that rank `from` fills, each group having
-   `slots` of them; where this rank sends it, as kvpn_send_offset says; and the words of a pack that are all ones. */
-template <int slots>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_group_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from,
-                                              uint32_t round, uint32_t k)
-{
-    return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
-}
-
-template <int slots>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_group_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round,
-                                                   uint32_t k)
-{
-    return me.stop_reason ? 2 * p.turn_bytes : kvpn_group_offset<slots>(p, me, p.rank, round, k);
-}
-
+/* The words of a pack that are all ones. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_ones_of(uint4 v)
 {
     return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
@@ -1724,6 +1709,19 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
 template <int group, bool whole> struct kvpn_parts_groups {
     enum { turn_last = 1, slots = group + 1 };
 
+    /* Where slot k of the thread's group number `round` lies that rank `from` fills. */
+    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from, uint32_t round,
+                                       uint32_t k)
+    {
+        return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
+    }
+
+    /* As kvpn_send_offset. */
+    KVPRIM_NCCL_DEVICE uint32_t send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round, uint32_t k)
+    {
+        return me.stop_reason ? 2 * p.turn_bytes : offset(p, me, p.rank, round, k);
+    }
+
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
     {
@@ -1740,15 +1738,15 @@ template <int group, bool whole> struct kvpn_parts_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs)
-                    v[k] = kvpn_load_16<whole>(part.at, part.bytes, first + j + k * me.threads);
+                    v[k] = kvpn_load_pack<uint4, whole>(part.at, part.bytes, first + j + k * me.threads);
             kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs) {
-                    kvpn_store_slot(to + kvpn_group_send_offset<slots>(p, me, round, k), kvpn_replace_empty(v[k]));
+                    kvpn_store_slot(to + send_offset(p, me, round, k), kvpn_replace_empty(v[k]));
                     ones |= kvpn_ones_of(v[k]) << 4 * k;
                 }
-            kvpn_store_slot(to + kvpn_group_send_offset<slots>(p, me, round, group), uint4{ones, 0, 0, 0});
+            kvpn_store_slot(to + send_offset(p, me, round, group), uint4{ones, 0, 0, 0});
         }
     }
 
@@ -1770,7 +1768,7 @@ template <int group, bool whole> struct kvpn_parts_groups {
              j += group * me.threads, round++) {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
-            char *const at = p.peer[0] + kvpn_group_offset<slots>(p, me, from, round, 0);
+            char *const at = p.peer[0] + offset(p, me, from, round, 0);
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 which |= (uint32_t)(j + i * me.threads < packs) << i;
@@ -1780,8 +1778,8 @@ template <int group, bool whole> struct kvpn_parts_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 if (which >> i & 1)
-                    kvpn_store_16<whole>(part.at, part.bytes, first + j + i * me.threads,
-                                         kvpn_with_ones(v[i], ones >> 4 * i));
+                    kvpn_store_pack<uint4, whole>(part.at, part.bytes, first + j + i * me.threads,
+                                                  kvpn_with_ones(v[i], ones >> 4 * i));
             kvpn_clear_slots<slots>(at, 16 * me.threads, which);
         }
     }
@@ -5137,12 +5135,14 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
     const kvpn_extent e = kvpn_extent_of(c);
     const size_t of_slots = e.largest <= capacity ? 1 : (e.largest + capacity - 1) / capacity,
                  of_own = e.own / kvpn_most_of_own + 1;
-    const size_t chunks = of_slots > of_own ? of_slots : of_own, own_step = (e.own / chunks / 128 + 1) * 128;
+    const size_t chunks = of_slots > of_own ? of_slots : of_own,
+                 own_step = (e.own + 128 * chunks - 1) / (128 * chunks) * 128,
+                 own = own_step < e.own ? own_step : e.own;
     kvpn_parts_params p = {};
     kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
         const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, unit, &p);
-        const size_t left = n < of_slots ? e.largest - n * capacity : 0, most = left > own_step ? left : own_step;
+        const size_t left = n < of_slots ? e.largest - n * capacity : 0, most = left > own ? left : own;
         uint32_t threads;
         p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
         kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
