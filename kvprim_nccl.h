@@ -4898,14 +4898,11 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 {
     const kvpn_type type = kvpn_type_of(c->dtype);
     const size_t world = (size_t)c->comm->world;
-    if ((int)c->dtype >= 0 && (int)c->dtype < (int)KVPRIM_U8)
+    if (!type.name)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: dtype is %d, which is not an element type: 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
+                           "%s: dtype is %d, which is not an element type; 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
                            "are index types",
                            c->function, (int)c->dtype);
-    if (!type.name)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is not an element type", c->function,
-                           (int)c->dtype);
     if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
     if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
@@ -5044,6 +5041,7 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn_bytes = 2 * p->area_bytes;
 }
 
+/* What a kernel of kvpn_any does. */
 static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
 {
     static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
@@ -5057,47 +5055,36 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
     p->share = 1.0 / c->comm->world;
 }
 
-/* `pitch`, of scatters: elements from one rank's part to the next one's. */
-static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
+/* Reduces in one launch, or in several if the tensor is larger than the slots. */
+static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
-    const size_t bytes = c->count * c->element;
+    const size_t all = c->count * c->element, most = kvpn_capacity_bytes(comm, way);
+    const kvprim_dtype type = kvpn_has_sum_kernel(c->dtype, c->op_or_peer) ? c->dtype : KVPRIM_U8;
     kvpn_params p = {};
-    uint32_t blocks, threads;
     kvpn_set_ranks(comm, &p);
-    p.send = c->send, p.recv = c->recv;
-    p.count = bytes;
-    p.pitch = c->kind == kvpn_all_reduce ? 0 : pitch * c->element;
     kvpn_set_what(&p, c);
-    p.packs = (uint32_t)((bytes + 15) / 16);
-    p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    kvpn_set_grid(comm, &p, way, &blocks, &threads);
-    const bool whole = ((uintptr_t)c->send | (uintptr_t)c->recv | p.pitch | bytes) % 16 == 0;
-    const bool sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
-    const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : KVPRIM_U8, comm->world, whole);
-    return kvpn_launch_kernel(c, kernel, blocks, dim3(threads), &p);
-}
-
-/* Splits a tensor that is larger than the slots into chunks of what they hold. */
-static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
-{
-    const size_t max_count = kvpn_capacity_bytes(c->comm, way) / c->element;
-    for (size_t at = 0; at < c->count; at += max_count) {
-        kvpn_call chunk = *c;
-        chunk.recv = (char *)c->recv + at * c->element;
-        chunk.send = (const char *)c->send + at * c->element;
-        chunk.count = c->count - at < max_count ? c->count - at : max_count;
-        KVPRIM_NCCL_TRY(kvpn_launch_chunk(&chunk, way, c->count));
+    p.pitch = c->kind == kvpn_reduce_scatter ? all : 0;
+    for (size_t at = 0; at < all; at += most) {
+        uint32_t blocks, threads;
+        p.send = (const char *)c->send + at, p.recv = (char *)c->recv + at;
+        p.count = all - at < most ? all - at : most;
+        p.packs = (uint32_t)((p.count + 15) / 16);
+        p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
+        kvpn_set_grid(comm, &p, way, &blocks, &threads);
+        const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | p.pitch | p.count) % 16 == 0;
+        KVPRIM_NCCL_TRY(
+            kvpn_launch_kernel(c, kvpn_kernel_of(way, type, comm->world, whole), blocks, dim3(threads), &p));
     }
     return KVPRIM_OK;
 }
 
 #ifndef KVPRIM_NO_EXCHANGE
-/* At most `most` bytes of a part, from byte `at` on. */
-static kvpn_part kvpn_piece_of(char *begin, size_t bytes, size_t at, size_t most)
+/* At most `most` bytes, from byte `at` on, of a part of `bytes` that begins at `begin` of a tensor. */
+static kvpn_part kvpn_piece_of(const void *tensor, size_t begin, size_t bytes, size_t at, size_t most)
 {
     kvpn_part piece;
-    piece.at = begin + (at < bytes ? at : bytes);
+    piece.at = kvpn_byte_at(tensor, begin + (at < bytes ? at : bytes));
     piece.bytes = (uint32_t)(at >= bytes ? 0 : bytes - at < most ? bytes - at : most);
     return piece;
 }
@@ -5112,14 +5099,13 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
     uint64_t all = 0;
     for (int k = 0; k < world; k++) {
         const int peer = (rank + k) % world;
-        kvpn_both_parts *const both = &p->parts[k];
-        char *const send = kvpn_byte_at(c->send, kvpn_part_begin(c, peer, true) * element),
-                    *const recv = kvpn_byte_at(c->recv, kvpn_part_begin(c, peer, false) * element);
-        both->to = kvpn_piece_of(send, kvpn_part_count(c, rank, peer) * element, k ? at : own_at, k ? most : own_most);
-        both->from =
-            kvpn_piece_of(recv, kvpn_part_count(c, peer, rank) * element, k ? at : own_at, k ? most : own_most);
-        all |= both->to.bytes | both->from.bytes;
-        all |= (both->to.bytes ? (uintptr_t)both->to.at : 0) | (both->from.bytes ? (uintptr_t)both->from.at : 0);
+        const size_t first = k ? at : own_at, up_to = k ? most : own_most;
+        const kvpn_part to = kvpn_piece_of(c->send, kvpn_part_begin(c, peer, true) * element,
+                                           kvpn_part_count(c, rank, peer) * element, first, up_to),
+                        from = kvpn_piece_of(c->recv, kvpn_part_begin(c, peer, false) * element,
+                                             kvpn_part_count(c, peer, rank) * element, first, up_to);
+        p->parts[k].to = to, p->parts[k].from = from;
+        all |= to.bytes | from.bytes | (to.bytes ? (uintptr_t)to.at : 0) | (from.bytes ? (uintptr_t)from.at : 0);
     }
     return all % pack == 0;
 }
@@ -5570,88 +5556,81 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
         return kvpn_launch_parts(c, way);
 #endif
     if (way != kvpn_by_nccl)
-        return kvpn_launch_chunks(c, way);
+        return kvpn_launch_reduction(c, way);
 #endif
     return kvpn_run_nccl(c);
 }
 
-static kvprim_status kvpn_collective(kvpn_call c)
+/* counts: of all_gatherv and all_to_allv. */
+static kvprim_status kvpn_collective(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv,
+                                     const void *send, size_t count, const size_t *counts, kvprim_dtype dtype,
+                                     int op_or_peer, cudaStream_t stream)
 {
-    KVPRIM_RANGE(c.function);
-    if (!kvpn_enter(c.comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(c.function, c.comm);
-    kvpn_open_group *const group = &c.comm->teardown->group;
+    KVPRIM_RANGE(function);
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
+        return kvpn_fail_not_alive(function, comm);
+    kvpn_call c = kvpn_make_call(kind, function, comm, recv, send, count, dtype, op_or_peer, stream);
+    kvpn_open_group *const group = &comm->teardown->group;
+    c.counts = counts;
     const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_call(&c);
     group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
-    kvpn_leave(c.comm);
+    kvpn_leave(comm);
     return s;
 }
 
 KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                            kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    return kvpn_collective(
-        kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce", comm, recv, send, count, dtype, (int)op, stream));
+    return kvpn_collective(kvpn_all_reduce, "kvprim_all_reduce", comm, recv, send, count, NULL, dtype, (int)op, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send, size_t send_count,
                                            kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective(
-        kvpn_make_call(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, dtype, 0, stream));
-}
-
-static kvprim_status kvpn_collective_with(kvpn_call c, const size_t *counts)
-{
-    c.counts = counts;
-    return kvpn_collective(c);
+    return kvpn_collective(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, NULL, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send, const size_t *counts,
                                             kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective_with(
-        kvpn_make_call(kvpn_all_gatherv, "kvprim_all_gatherv", comm, recv, send, 0, dtype, 0, stream), counts);
+    return kvpn_collective(kvpn_all_gatherv, "kvprim_all_gatherv", comm, recv, send, 0, counts, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_to_all(kvprim_comm *comm, void *recv, const void *send, size_t part_count,
                                            kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective(
-        kvpn_make_call(kvpn_all_to_all, "kvprim_all_to_all", comm, recv, send, part_count, dtype, 0, stream));
+    return kvpn_collective(kvpn_all_to_all, "kvprim_all_to_all", comm, recv, send, part_count, NULL, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send, const size_t *counts,
                                             kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective_with(
-        kvpn_make_call(kvpn_all_to_allv, "kvprim_all_to_allv", comm, recv, send, 0, dtype, 0, stream), counts);
+    return kvpn_collective(kvpn_all_to_allv, "kvprim_all_to_allv", comm, recv, send, 0, counts, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send, size_t recv_count,
                                                kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_make_call(kvpn_reduce_scatter, "kvprim_reduce_scatter", comm, recv, send, recv_count,
-                                          dtype, (int)op, stream));
+    return kvpn_collective(kvpn_reduce_scatter, "kvprim_reduce_scatter", comm, recv, send, recv_count, NULL, dtype,
+                           (int)op, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t root,
                                           struct CUstream_st *stream)
 {
-    return kvpn_collective(
-        kvpn_make_call(kvpn_broadcast, "kvprim_broadcast", comm, buf, NULL, count, dtype, root, stream));
+    return kvpn_collective(kvpn_broadcast, "kvprim_broadcast", comm, buf, NULL, count, NULL, dtype, root, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_make_call(kvpn_send, "kvprim_send", comm, NULL, buf, count, dtype, peer, stream));
+    return kvpn_collective(kvpn_send, "kvprim_send", comm, NULL, buf, count, NULL, dtype, peer, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_make_call(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, dtype, peer, stream));
+    return kvpn_collective(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, NULL, dtype, peer, stream);
 }
 
 /* >>impl_norm_call -------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ static void enqueue_by(rank_state &r, const way_call &w, kvpn_way way, bool wind
     else
         check_kvprim(way == kvpn_by_nccl    ? kvpn_run_nccl(&c)
                      : way >= kvpn_by_parts ? kvpn_launch_parts(&c, way)
-                                            : kvpn_launch_chunks(&c, way));
+                                            : kvpn_launch_reduction(&c, way));
 }
 
 static void verify_parts(rank_state &r, const kvpn_call &c, const char *at, const char *name)
