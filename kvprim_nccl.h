@@ -43,8 +43,8 @@
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many, pipeline
-       >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
+       >>impl_ways        one shot, two shots, scatter, pipeline
+       >>impl_parts       a part from each rank to each other one: gathers and all-to-alls
        >>impl_kernel      the kernel, and programmatic dependent launch
        >>impl_norm        what follows a sum: the residual and the RMSNorm
        >>impl_norm_few    the same with the sum, of few tokens, as fast as it goes
@@ -58,7 +58,8 @@
        >>impl_check       init: arguments, and why kernels are off
        >>impl_exchange    init: what ranks tell each other
        >>impl_peers       init: each other's memory
-       >>impl_limits      which kernel runs a way, and up to which size a way is used
+       >>impl_choose      which way and which kernel a collective takes, and up to which size
+       >>impl_load        kernels loaded when a communicator begins; clusters
        >>impl_describe    the text of kvprim_comm_describe
        >>impl_init        init: its steps, its thread, kvprim_comm_init
        >>impl_end         abort and destroy
@@ -102,6 +103,8 @@
    KVPRIM_NO_NORM              the same for the kernels of kvprim_all_reduce_norm, which take 5 s; on all ranks or on
                                none. kvprim_all_reduce_norm then returns KVPRIM_ERROR_UNSUPPORTED, and init takes no
                                memory for it.
+   KVPRIM_NO_EXCHANGE          in that unit: leaves out the kernels of all_gather, all_gatherv, all_to_all and all_to_allv,
+                               which NCCL then serves. On all ranks or on none
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #include "kvprim.h"
@@ -517,7 +520,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
        word    32 bits
-       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_slots)
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_parts_slots)
        slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
        turn    which of its two sets of slots a block uses in this call: 0 or 1
        area    half of a set: one for tensors, one for sums (two shots); groups alternate between the two
@@ -532,7 +535,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and NaNs in e4m3 and e5m2, and
    are sent as another NaN. So a slot that is not empty holds its pack, without a flag, a fence or a barrier (only
    kvpn_pipeline has fences). The only hardware guarantee it needs is that an aligned 4-byte store becomes visible as a
-   whole. Bytes of any value (gathers, parts) go 8 to a slot, and each 4 of them stand beside 4 that are zero, as in
+   whole. Bytes of any value (>>impl_parts) go 8 to a slot, and each 4 of them stand beside 4 that are zero, as in
    NCCL's LL protocol: there 8-byte stores must become visible as a whole. Many bytes go 16 to a slot, and after every
    group of slots one more says which words of the group were all ones.
 
@@ -568,6 +571,17 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
     !defined(KVPRIM_NCCL_LAYOUT)
 #define KVPRIM_NCCL_LAYOUT
 enum { kvpn_max_world = 8 }; /* of a communicator with kernels */
+/* Whether there are kernels of >>impl_parts, and of >>impl_norm. */
+#ifdef KVPRIM_NO_EXCHANGE
+enum { kvpn_exchanges = 0 };
+#else
+enum { kvpn_exchanges = 1 };
+#endif
+#ifdef KVPRIM_NO_NORM
+enum { kvpn_norms = 0 };
+#else
+enum { kvpn_norms = 1 };
+#endif
 
 /* A rank's memory: a page of words, the slots, and 4,096 bytes of which 16 are written and never read. The page holds
    the turn of each block, then, from kvpn_stop_reason_word on, why the rank stopped (0: it did not), then, from
@@ -649,15 +663,13 @@ typedef struct kvpn_params {
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
-    uint64_t count; /* elements; all_gather, and with kvpn_any: bytes */
-    uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
-    uint32_t packs; /* of the tensor */
-    uint32_t send_aligned, recv_aligned;
-    uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
+    uint64_t count;       /* bytes of the tensor; of a rank's part, where there are parts */
+    uint64_t pitch;       /* of reduce_scatter: bytes from one rank's part to the next one's, in send */
+    uint32_t packs;       /* of the tensor */
+    uint32_t what, signs; /* with kvpn_any: the op and the type, see above; a word of -0.0 */
+    uint32_t *stop;       /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
-    /* with kvpn_any: the op and the type, see above; a word of -0.0; 1 / world */
-    uint32_t what, signs;
-    double share;
+    double share; /* with kvpn_any: 1 / world */
 } kvpn_params;
 
 /* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
@@ -838,7 +850,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &m
 /* Resets the slots to empty. Done last, because no rank waits for it. */
 template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, uint32_t step, uint32_t which)
 {
-    enum { at_once = max_slots == 7 ? 2 : max_slots }; /* 7, of kvpn_gather_most: otherwise sm_120 spills registers */
+    enum { at_once = max_slots == 7 ? 2 : max_slots }; /* 7, of a large group: otherwise sm_120 spills registers */
     KVPRIM_NCCL_UNROLL_BY(at_once)
     for (uint32_t r = 0; r < max_slots; r++)
         if (which >> r & 1)
@@ -860,10 +872,10 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
 }
 
 /* Element types of reductions: split a word into fp32 elements, and join them again. add: in the type itself, which
-   gives the bits of a sum in fp32 that is rounded, as fp32 has more than twice the digits. */
+   gives the bits of a sum in fp32 that is rounded, as fp32 has more than twice the digits. whole: kernels of the type
+   are for tensors that are aligned to packs and end with one. */
 struct kvpn_f32 {
-    enum { per_word = 1 };
-    typedef uint32_t bits;
+    enum { per_word = 1, whole = 1 };
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         memcpy(f, &word, 4);
@@ -884,9 +896,25 @@ struct kvpn_f32 {
     }
 };
 
-struct kvpn_bf16 {
-    enum { per_word = 2 };
-    typedef uint16_t bits;
+/* Two elements of 16 bits. */
+template <class Pair> struct kvpn_pair {
+    enum { per_word = 2, whole = 1 };
+    KVPRIM_NCCL_DEVICE uint32_t word_of(Pair pair)
+    {
+        uint32_t word;
+        memcpy(&word, &pair, 4);
+        return word;
+    }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        Pair x, y;
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        return word_of(__hadd2(x, y));
+    }
+};
+
+struct kvpn_bf16 : kvpn_pair<__nv_bfloat162> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         const uint32_t low = word << 16, high = word & 0xffff0000u;
@@ -895,26 +923,12 @@ struct kvpn_bf16 {
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(f[0], f[1]);
-        uint32_t word;
-        memcpy(&word, &pair, 4);
-        return word;
-    }
-    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
-    {
-        __nv_bfloat162 x, y;
-        memcpy(&x, &a, 4);
-        memcpy(&y, &b, 4);
-        x = __hadd2(x, y);
-        memcpy(&a, &x, 4);
-        return a;
+        return word_of(__floats2bfloat162_rn(f[0], f[1]));
     }
 };
 
 #ifndef KVPRIM_NCCL_EMULATE
-struct kvpn_f16 {
-    enum { per_word = 2 };
-    typedef uint16_t bits;
+struct kvpn_f16 : kvpn_pair<__half2> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         __half2 pair;
@@ -924,19 +938,7 @@ struct kvpn_f16 {
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
-        const __half2 pair = __floats2half2_rn(f[0], f[1]);
-        uint32_t word;
-        memcpy(&word, &pair, 4);
-        return word;
-    }
-    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
-    {
-        __half2 x, y;
-        memcpy(&x, &a, 4);
-        memcpy(&y, &b, 4);
-        x = __hadd2(x, y);
-        memcpy(&a, &x, 4);
-        return a;
+        return word_of(__floats2half2_rn(f[0], f[1]));
     }
 };
 #endif
@@ -1009,10 +1011,9 @@ struct kvpn_e5m2 {
     }
 };
 
-/* The kernel's parameters say which of these types it is, and what to do with it. Counts are bytes. */
+/* The kernel's parameters say which of these types it is, and what to do with it. */
 struct kvpn_any {
-    enum { per_word = 4 };
-    typedef unsigned char bits;
+    enum { per_word = 4, whole = 0 };
 };
 
 /* Loads the first `left` units at `from` as `words` words, with zeros after them. */
@@ -1035,26 +1036,68 @@ template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_store_units(void *to,
             ((U *)to)[e] = (U)(w[e / per_word] >> e % per_word * (32 / per_word));
 }
 
-/* Pack i of a tensor, with zeros after its end. `whole`: the tensor is aligned, and ends with a pack. */
-template <class T, bool whole>
-KVPRIM_NCCL_DEVICE uint4 kvpn_load_pack(const kvpn_params &p, const void *send, uint32_t i)
+/* The four bytes that begin `bits` bits after the begin of `low`; bits < 32. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32_t bits)
 {
-    enum { elements = 4 * T::per_word };
-    uint32_t w[4];
-    if (whole || (p.send_aligned && (i + 1ull) * elements <= p.count))
-        return ((const uint4 *)send)[i];
-    kvpn_load_units<typename T::bits, 4>((const char *)send + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
-    return uint4{w[0], w[1], w[2], w[3]};
+    return (uint32_t)(((uint64_t)high << 32 | low) >> bits);
 }
 
-template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvpn_params &p, uint32_t i, uint4 v)
+/* Pack i, a uint2 or uint4, of `bytes` bytes, with zeros after the last one. `whole`: aligned, and ending with a pack.
+   Otherwise reads the words around it where all of their bytes are the tensor's: single bytes take three times as
+   long. */
+template <class V, bool whole, class Bytes>
+KVPRIM_NCCL_DEVICE V kvpn_load_pack(const void *from, Bytes bytes, uint32_t i)
 {
-    enum { elements = 4 * T::per_word };
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    if (whole || (p.recv_aligned && (i + 1ull) * elements <= p.count))
-        ((uint4 *)p.recv)[i] = v;
-    else
-        kvpn_store_units<typename T::bits, 4>((char *)p.recv + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
+    enum { size = sizeof(V), words = size / 4 };
+    const char *const at = (const char *)from + (size_t)i * size;
+    const Bytes left = bytes - (Bytes)i * size;
+    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
+    uint32_t w[words + 1];
+    V v;
+    if (whole)
+        return ((const V *)from)[i];
+    if (left >= size && (uintptr_t)at % size == 0)
+        return *(const V *)at;
+    if (left >= size && past == 0) {
+        kvpn_load_units<uint32_t, words>(at, words, w);
+    } else if (left >= size + 4 && i > 0) {
+        kvpn_load_units<uint32_t, words + 1>(at - past, words + 1, w);
+        KVPRIM_NCCL_UNROLL
+        for (int k = 0; k < words; k++)
+            w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
+    } else {
+        kvpn_load_units<unsigned char, words>(at, left, w);
+    }
+    memcpy(&v, w, size);
+    return v;
+}
+
+/* If not at a word, writes the words inside the pack and, before and after them, four bytes. */
+template <class V, bool whole, class Bytes>
+KVPRIM_NCCL_DEVICE void kvpn_store_pack(void *to, Bytes bytes, uint32_t i, V v)
+{
+    enum { size = sizeof(V), words = size / 4 };
+    char *const at = (char *)to + (size_t)i * size;
+    const Bytes left = bytes - (Bytes)i * size;
+    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
+    uint32_t w[words];
+    memcpy(w, &v, size);
+    if (whole) {
+        ((V *)to)[i] = v;
+    } else if (left >= size && (uintptr_t)at % size == 0) {
+        *(V *)at = v;
+    } else if (left >= size && past == 0) {
+        kvpn_store_units<uint32_t, words>(at, words, w);
+    } else if (left >= size) {
+        KVPRIM_NCCL_UNROLL
+        for (int k = 0; k + 1 < words; k++)
+            ((uint32_t *)(at + 4 - past))[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t e = 0; e < 4; e++)
+            at[e + (e < 4 - past ? 0 : size - 4)] = (char)((e < 4 - past ? w[0] : w[words - 1]) >> 8 * e);
+    } else {
+        kvpn_store_units<unsigned char, words>(at, left, w);
+    }
 }
 
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
@@ -1155,7 +1198,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, ui
     return kvpn_replace_empty(all);
 }
 
-/* Sums of fp16, bf16 and fp32 have kernels of their own: if they take the op from their parameters, a small sum takes
+/* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small sum takes
    2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
@@ -1251,15 +1294,15 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_
 
 /* >>impl_ways ------------------------------------------------------------------------------------------------------
 
-   A way is a struct of T, the element type of sums; max_ranks, the largest world (2, 4 or 8); and whole, which says
-   that all tensors are aligned and end with a pack. A kernel calls its begin, which sends, and its complete, which
-   waits for packs and writes the result. Between the two, all threads have taken their turn.
+   A way is a struct of T, the element type of sums, and max_ranks, the largest world (2, 4 or 8). A kernel calls its
+   begin, which sends, and its complete, which waits for packs and writes the result. Between the two, all threads have
+   taken their turn.
 
    Most ways go pack by pack. Thread t has packs t, t + threads, ... of its block, and the same ones when it sends, sums
    and writes, so that send may be recv. It sends its next pack before it waits for one. That keeps the links busy, and
    no rank waits for a pack whose sender waits. */
 template <class Way> struct kvpn_pack_by_pack {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads_of_8 }; /* at most; with a max_ranks of 8 */
+    enum { threads = kvpn_max_threads }; /* at most; half with a max_ranks of 8 */
     enum { turn_last = 0 }; /* 1: the turn ends after complete, with a barrier for those who receive, and not before */
     enum { two_waits = 0 }; /* 1: receive_sums waits a second time for each pack */
 
@@ -1288,37 +1331,67 @@ template <class Way> struct kvpn_pack_by_pack {
     }
 };
 
+/* Whether the packs number at, at + part_packs, ... of each rank's part, which are `pitch` bytes apart, are 16 bytes at a
+   multiple of 16. If they are not, loops over ranks are rolled: single bytes, once for each rank, are much code. */
+template <class T>
+KVPRIM_NCCL_DEVICE bool kvpn_are_whole(const kvpn_params &p, const void *tensor, uint32_t at, uint32_t part_packs,
+                                       uint64_t pitch)
+{
+    return T::whole ||
+           (((uintptr_t)tensor | pitch) % 16 == 0 && ((p.world - 1ull) * part_packs + at + 1) * 16 <= p.count);
+}
+
+/* Sends pack j of their parts to the ranks skip + 1, skip + 2, ... further on, but not skip + end. */
+template <int end>
+KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t skip,
+                                        uint32_t part_packs, uint64_t pitch)
+{
+    const uint32_t at = me.block * p.block_packs + j;
+    uint4 v[end];
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 1; k < end; k++) {
+        const uint32_t to = kvpn_peer_rank(p, skip + k);
+        if (skip + k < p.world && to * part_packs + at < p.packs)
+            v[k] = kvpn_load_pack<uint4, true>((const char *)p.send + to * pitch, p.count, to * part_packs + at);
+    }
+    if (skip == 0)
+        kvpn_take_turn(p, me, j);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 1; k < end; k++)
+        if (skip + k < p.world && kvpn_peer_rank(p, skip + k) * part_packs + at < p.packs)
+            kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
+}
+
 /* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
    on. */
-template <class T, int max_ranks, bool whole>
+template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                         uint64_t pitch)
 {
+    const bool at_once = T::whole || max_ranks <= 4; /* otherwise there are too few registers for all packs */
     const uint32_t at = me.block * p.block_packs + j;
-    uint4 v[max_ranks];
-    if (!whole)
-        kvpn_take_turn(p, me, j);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 1; k < max_ranks; k++) {
-        const uint32_t to = kvpn_peer_rank(p, k);
-        if (k < p.world && to * part_packs + at < p.packs) {
-            v[k] = kvpn_load_pack<T, whole>(p, (const char *)p.send + to * pitch, to * part_packs + at);
-            if (!whole) /* fewer registers */
-                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
-        }
-    }
-    if (!whole)
+    if (kvpn_are_whole<T>(p, p.send, at, part_packs, pitch)) {
+        if (at_once)
+            kvpn_send_whole<max_ranks>(p, me, j, 0, part_packs, pitch);
+        KVPRIM_NCCL_UNROLL_BY(1)
+        for (uint32_t skip = 0; !at_once && skip + 1 < p.world; skip += 4)
+            kvpn_send_whole<5>(p, me, j, skip, part_packs, pitch);
         return;
+    }
     kvpn_take_turn(p, me, j);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 1; k < max_ranks; k++)
-        if (k < p.world && kvpn_peer_rank(p, k) * part_packs + at < p.packs)
-            kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
+    KVPRIM_NCCL_UNROLL_BY(1)
+    for (uint32_t k = 1; k < p.world; k++) {
+        const uint32_t to = kvpn_peer_rank(p, k), i = to * part_packs + at;
+        if (i < p.packs)
+            kvpn_store_slot(
+                p.peer[k] + kvpn_send_offset(p, me, j),
+                kvpn_replace_empty(kvpn_load_pack<uint4, false>((const char *)p.send + to * pitch, p.count, i)));
+    }
 }
 
 /* Waits for pack j of this rank's part from every other rank, sums and writes it. `shares`: also sends the sum to all
    others. */
-template <class T, int max_ranks, bool whole, bool shares>
+template <class T, int max_ranks, bool shares>
 KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                       uint64_t pitch)
 {
@@ -1327,49 +1400,48 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
     if (shares && at >= p.packs)
         return true;
-    kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<uint4, T::whole>((const char *)p.send + p.rank * pitch, p.count, at),
+                                v);
     const uint32_t what = kvpn_reduction<T, max_ranks>::before_wait(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
     const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, what, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
-    kvpn_store_pack<T, whole>(p, at, sum);
+    kvpn_store_pack<uint4, T::whole>(p.recv, p.count, at, sum);
     kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
     return true;
 }
 
 /* One shot. Every rank sends the whole tensor to every other rank, and sums by itself. */
-template <class T, int max_ranks, bool whole>
-struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_one_shot<T, max_ranks, whole>> {
+template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_one_shot<T, max_ranks>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint4 v = kvpn_load_pack<T, whole>(p, p.send, me.block * p.block_packs + j);
+        const uint4 v = kvpn_load_pack<uint4, T::whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
         kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), kvpn_replace_empty(v));
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, whole, false>(p, me, j, 0, 0);
+        return kvpn_sum_part<T, max_ranks, false>(p, me, j, 0, 0);
     }
 };
 
 /* Two shots. The tensor is `world` slices.
    Each rank receives its slice from every other rank, sums it, and sends the sum to all.
    Each block has the same packs of every slice: pack j of a block is at the same place of each. */
-template <class T, int max_ranks, bool whole>
-struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks, whole>> {
+template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
     enum { two_waits = 1 };
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<T, max_ranks, whole>(p, me, j, p.slice_packs, 0);
+        kvpn_send_parts<T, max_ranks>(p, me, j, p.slice_packs, 0);
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, whole, true>(p, me, j, p.slice_packs, 0);
+        return kvpn_sum_part<T, max_ranks, true>(p, me, j, p.slice_packs, 0);
     }
 
     KVPRIM_NCCL_DEVICE bool receive_sums(const kvpn_params &p, kvpn_thread &me, uint32_t j)
@@ -1383,263 +1455,71 @@ struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks, whole>> {
             ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice_packs + at < p.packs) << r;
         if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
             return false;
+        const bool whole = kvpn_are_whole<T>(p, p.recv, at, p.slice_packs, 0);
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < max_ranks; r++)
-            if (ranks >> r & 1)
-                kvpn_store_pack<T, whole>(p, r * p.slice_packs + at, v[r]);
+            if (whole && ranks >> r & 1)
+                kvpn_store_pack<uint4, true>(p.recv, p.count, r * p.slice_packs + at, v[r]);
+        KVPRIM_NCCL_UNROLL_BY(1)
+        for (uint32_t r = 0; !whole && r < p.world; r++)
+            if (ranks >> r & 1) /* arrived, and in this thread's slot: a register cannot be had by number */
+                kvpn_store_pack<uint4, false>(p.recv, p.count, r * p.slice_packs + at,
+                                              kvpn_load_slot(slots + (size_t)r * p.sender_bytes));
         kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, ranks);
         return true;
     }
 };
 
 /* reduce_scatter, the first of two shots. Every rank sends every other rank that rank's part, and sums its own. */
-template <class T, int max_ranks, bool whole>
-struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks, whole>> {
+template <class T, int max_ranks> struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<T, max_ranks, whole>(p, me, j, 0, p.pitch);
+        kvpn_send_parts<T, max_ranks>(p, me, j, 0, p.pitch);
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, whole, false>(p, me, j, 0, p.pitch);
+        return kvpn_sum_part<T, max_ranks, false>(p, me, j, 0, p.pitch);
     }
-};
-
-/* Bytes of any value: pack i of `bytes` bytes, 8 or 16 to a pack, with zeros after the last one. `whole`: aligned, and
-   ending with a pack. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_load_8(const void *from, uint64_t bytes, uint32_t i)
-{
-    uint32_t w[2];
-    if (whole)
-        return ((const uint2 *)from)[i];
-    kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-    return uint2{w[0], w[1]};
-}
-
-template <bool whole>
-KVPRIM_NCCL_DEVICE void kvpn_store_8(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
-{
-    const uint32_t w[2] = {low, high};
-    if (whole)
-        ((uint2 *)to)[i] = uint2{low, high};
-    else
-        kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-}
-
-/* The four bytes that begin `bits` bits after the begin of `low`; bits < 32. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32_t bits)
-{
-    return (uint32_t)(((uint64_t)high << 32 | low) >> bits);
-}
-
-/* Reads the words around it where all of their bytes are the tensor's. Single bytes take three times as long. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, uint32_t bytes, uint32_t i)
-{
-    const char *const at = (const char *)from + (size_t)i * 16;
-    const uint32_t left = bytes - i * 16;
-    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
-    uint32_t w[5];
-    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
-        return *(const uint4 *)at;
-    if (left >= 16 && past == 0) {
-        kvpn_load_units<uint32_t, 4>(at, 4, w);
-    } else if (left >= 20 && i > 0) {
-        kvpn_load_units<uint32_t, 5>(at - past, 5, w);
-        KVPRIM_NCCL_UNROLL
-        for (int k = 0; k < 4; k++)
-            w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
-    } else {
-        kvpn_load_units<unsigned char, 4>(at, left, w);
-    }
-    return uint4{w[0], w[1], w[2], w[3]};
-}
-
-/* Writes three words and, before and after them, four bytes. */
-KVPRIM_NCCL_DEVICE void kvpn_store_shifted(char *at, uint32_t past, const uint32_t *w)
-{
-    uint32_t *const words = (uint32_t *)(at + 4 - past);
-    KVPRIM_NCCL_UNROLL
-    for (int k = 0; k < 3; k++)
-        words[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t e = 0; e < 4; e++)
-        at[e + (e < 4 - past ? 0 : 12)] = (char)((e < 4 - past ? w[0] : w[3]) >> 8 * e);
-}
-
-template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_16(char *to, uint32_t bytes, uint32_t i, uint4 v)
-{
-    char *const at = to + (size_t)i * 16;
-    const uint32_t left = bytes - i * 16;
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w}, past = (uint32_t)((uintptr_t)at % 4);
-    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
-        *(uint4 *)at = v;
-    else if (left >= 16 && past == 0)
-        kvpn_store_units<uint32_t, 4>(at, 4, w);
-    else if (left >= 16)
-        kvpn_store_shifted(at, past, w);
-    else
-        kvpn_store_units<unsigned char, 4>(at, left, w);
-}
-
-/* all_gather of few bytes. Every rank sends its `count` bytes to every other rank, 8 to a slot. */
-template <class T, int max_ranks, bool whole>
-struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks, whole>> {
-    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
-    {
-        const uint2 v = kvpn_load_8<whole>(p.send, p.count, me.block * p.block_packs + j);
-        kvpn_take_turn(p, me, j);
-        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
-    }
-
-    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
-    {
-        const uint32_t at = me.block * p.block_packs + j, others = kvpn_other_ranks(p);
-        char *const to = (char *)p.recv, *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
-        uint4 v[max_ranks] = {};
-        const uint2 own = kvpn_load_8<whole>(p.send, p.count, at);
-        kvpn_store_8<whole>(to + p.rank * p.pitch, p.count, at, own.x, own.y);
-        if (!kvpn_wait_for_slots<max_ranks, true>(p, me, slots, p.sender_bytes, others, -1, v))
-            return false;
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < max_ranks; r++)
-            if (others >> r & 1)
-                kvpn_store_8<whole>(to + r * p.pitch, p.count, at, v[r].x, v[r].z);
-        kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
-        return true;
-    }
-};
-
-/* Groups of slots: where slot k of the thread's group number `round` lies that rank `from` fills, each group having
-   `slots` of them; where this rank sends it, as kvpn_send_offset says; and the words of a pack that are all ones. */
-template <int slots>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_group_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from,
-                                              uint32_t round, uint32_t k)
-{
-    return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
-}
-
-template <int slots>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_group_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round,
-                                                   uint32_t k)
-{
-    return me.stop_reason ? 2 * p.turn_bytes : kvpn_group_offset<slots>(p, me, p.rank, round, k);
-}
-
-KVPRIM_NCCL_DEVICE uint32_t kvpn_ones_of(uint4 v)
-{
-    return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
-           (uint32_t)(v.z == kvpn_empty_word) << 2 | (uint32_t)(v.w == kvpn_empty_word) << 3;
-}
-
-KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
-{
-    return uint4{ones & 1 ? kvpn_empty_word : v.x, ones & 2 ? kvpn_empty_word : v.y, ones & 4 ? kvpn_empty_word : v.z,
-                 ones & 8 ? kvpn_empty_word : v.w};
-}
-
-/* all_gather of many bytes, a multiple of 16. A slot carries 16 bytes, as in sums. One more slot after each group of a
-   thread's slots says which words of the group were all ones.
-   Each block has `world` roles of equal size: role 0 sends, and role k receives from the rank k further on.
-   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas.
-   A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
-   than one of 4 for 512 KB, and 8 % less for 64 MB. */
-enum { kvpn_group = 4, kvpn_large_group = 6 };
-template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
-
-    KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_thread &me)
-    {
-        const uint32_t first = me.block * p.block_packs, packs = kvpn_packs_of_block(p, me);
-        char *const own = (char *)p.recv + p.rank * p.pitch;
-        if (me.role != 0)
-            kvpn_take_turn(p, me, me.thread);
-        for (uint32_t j = me.thread, round = 0; me.role == 0 && j < packs; j += group * me.threads, round++) {
-            uint4 v[group];
-            uint32_t ones = 0;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 0; k < group; k++)
-                if (j + k * me.threads < packs)
-                    v[k] = kvpn_load_16<whole>(p.send, (uint32_t)p.count, first + j + k * me.threads);
-            kvpn_take_turn(p, me, j);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 0; k < group; k++)
-                if (j + k * me.threads < packs) {
-                    kvpn_store_to_peers<max_ranks>(p, kvpn_group_send_offset<slots>(p, me, round, k),
-                                                   kvpn_replace_empty(v[k]));
-                    kvpn_store_16<whole>(own, (uint32_t)p.count, first + j + k * me.threads, v[k]);
-                    ones |= kvpn_ones_of(v[k]) << 4 * k;
-                }
-            kvpn_store_to_peers<max_ranks>(p, kvpn_group_send_offset<slots>(p, me, round, group), uint4{ones, 0, 0, 0});
-        }
-    }
-
-    KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
-    {
-        const uint32_t first = me.block * p.block_packs, packs = kvpn_packs_of_block(p, me);
-        const uint32_t from = kvpn_peer_rank(p, me.role);
-        char *const to = (char *)p.recv + from * p.pitch;
-        for (uint32_t j = me.thread, round = 0; me.role != 0 && me.stop_reason == 0 && j < packs;
-             j += group * me.threads, round++) {
-            uint4 v[slots] = {};
-            uint32_t which = 1u << group;
-            char *const at = p.peer[0] + kvpn_group_offset<slots>(p, me, from, round, 0);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t i = 0; i < group; i++)
-                which |= (uint32_t)(j + i * me.threads < packs) << i;
-            if (!kvpn_wait_for_slots<slots, false>(p, me, at, 16 * me.threads, which, (int32_t)from, v))
-                return;
-            const uint32_t ones = v[group].x;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t i = 0; i < group; i++)
-                if (which >> i & 1)
-                    kvpn_store_16<whole>(to, (uint32_t)p.count, first + j + i * me.threads,
-                                         kvpn_with_ones(v[i], ones >> 4 * i));
-            kvpn_clear_slots<slots>(at, 16 * me.threads, which);
-        }
-    }
-};
-
-template <class T, int max_ranks, bool whole>
-struct kvpn_gather_many : kvpn_gather_groups<kvpn_group, max_ranks, whole> {
-};
-template <class T, int max_ranks, bool whole>
-struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
 };
 
 /* Pipeline: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
-   than two shots do, and no second half waits for the first.) So is reduce_scatter.
+   than two shots do, and no second half waits for the first.) So is reduce_scatter; of an all_reduce p.pitch is 0.
 
    Each thread has kvpn_pipeline_packs packs in each step. In round k it sends its packs of step k, and reduces those
-   of step k - 1. The thread that writes a result is the one that has sent what it may overwrite. The slots of this
-   launch's set, those of both areas and of both senders, are 4 or 8 places for steps, which are used again and again.
-   Where they are must not depend on T or whole, which may differ between ranks.
+   of step k - 1: all at once, or one piece of both after another. The thread that writes a result is the one that has
+   sent what it may overwrite. The slots of this launch's set, those of both areas and of both senders, are 4 or 8
+   places for steps, which are used again and again. Where they are must not depend on T, which may differ between
+   ranks.
 
-   Why the place of step k is empty when step k is sent there: a thread has a fence in each round if there are 4 places,
-   and in every third one if there are 8. Its last fence was in round g, which is k, or is at least k - 2. Before that
-   fence it had received step g - 2. The other rank sent that after a fence in round g - 2, or g - 3. Before its fence,
-   the other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or k - 7 at least. */
+   Why the place of step k is empty when step k is sent there: a thread has a fence before each round if there are 4
+   places, and before every third one if there are 8. Its last fence was before round g, which is k, or is at least
+   k - 2. Before that fence it had received step g - 2. The other rank sent that after a fence before round g - 2, or
+   g - 3. Before its fence, the other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or
+   k - 7 at least. */
 enum { kvpn_pipeline_packs = 8, kvpn_pipeline_threads = 512 };
-template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipeline {
-    enum { threads = kvpn_pipeline_threads, threads_of_8 = kvpn_pipeline_threads, turn_last = 0 };
-    enum { packs = kvpn_pipeline_packs };
+template <class T, int max_ranks> struct kvpn_pipeline {
+    enum { threads = kvpn_pipeline_threads, turn_last = 0 };
+    /* Packs of a piece, and pieces of a step. Two packs keep as much under way as two shots do; what kvpn_any does with
+       8 of them would be 70 KB of code. */
+    enum { packs = T::whole ? (int)kvpn_pipeline_packs : 2, pieces = kvpn_pipeline_packs / packs };
 
     /* Places in each row of slots: of an area, from a sender. */
     KVPRIM_NCCL_DEVICE uint32_t places_of_row(const kvpn_params &p, const kvpn_thread &me)
     {
-        return p.block_bytes >= 2 * 16 * packs * me.threads ? 2 : 1;
+        return p.block_bytes >= 2 * 16 * kvpn_pipeline_packs * me.threads ? 2 : 1;
     }
 
-    /* The thread's first pack of a step. Packs of a thread lie p.block_packs apart, which is a pack of each thread. */
-    KVPRIM_NCCL_DEVICE uint32_t first_pack(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    /* The thread's first pack of a piece. Packs of a thread lie p.block_packs apart, which is a pack of each thread. */
+    KVPRIM_NCCL_DEVICE uint32_t first_pack(const kvpn_params &p, const kvpn_thread &me, uint32_t piece)
     {
-        return step * packs * p.block_packs + me.block * me.threads + me.thread;
+        return piece * packs * p.block_packs + me.block * me.threads + me.thread;
     }
 
-    /* A bit for each pack of the step that the thread has. */
-    KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    /* A bit for each pack of the piece that the thread has. */
+    KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_params &p, const kvpn_thread &me, uint32_t piece)
     {
-        const uint32_t first = first_pack(p, me, step);
+        const uint32_t first = first_pack(p, me, piece);
         uint32_t which = 0;
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < packs; u++)
@@ -1648,27 +1528,29 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
     }
 
     /* Of the thread's first slot; the next ones are me.threads further on. */
-    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t piece)
     {
-        const uint32_t of_row = places_of_row(p, me), row = step / of_row % 4;
-        return kvpn_slot_offset(p, me, row / 2, row % 2, step % of_row * packs * me.threads + me.thread);
+        const uint32_t of_row = places_of_row(p, me), step = piece / pieces, row = step / of_row % 4;
+        return kvpn_slot_offset(p, me, row / 2, row % 2,
+                                (step % of_row * kvpn_pipeline_packs + piece % pieces * packs) * me.threads +
+                                    me.thread);
     }
 
     /* Of the part for rank `part`, if there are parts: those packs from pack `first` on whose bits are set. */
     template <int count>
     KVPRIM_NCCL_DEVICE void load(const kvpn_params &p, uint32_t part, uint32_t first, uint32_t which, uint4 (&v)[count])
     {
-        const char *const from = (const char *)p.send + (scatters ? part * p.pitch : 0);
+        const char *const from = (const char *)p.send + part * p.pitch;
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < count; u++)
             if (which >> u & 1)
-                v[u] = kvpn_load_pack<T, whole>(p, from, first + u * p.block_packs);
+                v[u] = kvpn_load_pack<uint4, T::whole>(from, p.count, first + u * p.block_packs);
     }
 
-    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t step, const uint4 (&v)[packs])
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t piece, const uint4 (&v)[packs])
     {
-        const uint32_t which = packs_of(p, me, step);
-        char *const to = p.peer[1] + offset(p, me, step);
+        const uint32_t which = packs_of(p, me, piece);
+        char *const to = p.peer[1] + offset(p, me, piece);
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < packs; u++)
             if (which >> u & 1)
@@ -1676,10 +1558,10 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
     }
 
     /* Returns false if this rank stopped. */
-    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t step, uint32_t what)
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t piece, uint32_t what)
     {
-        const uint32_t which = packs_of(p, me, step), first = first_pack(p, me, step);
-        char *const slots = p.peer[0] + offset(p, me, step);
+        const uint32_t which = packs_of(p, me, piece), first = first_pack(p, me, piece);
+        char *const slots = p.peer[0] + offset(p, me, piece);
         uint4 v[packs] = {};
         if (!kvpn_wait_for_slots<packs, false>(p, me, slots, 16 * me.threads, which, (int32_t)(p.rank ^ 1), v))
             return false;
@@ -1692,8 +1574,8 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
                 const uint4 mine = kvpn_replace_empty(own[u]), other = v[half + u];
                 uint4 both[2] = {p.rank ? other : mine, p.rank ? mine : other};
                 if (which >> (half + u) & 1)
-                    kvpn_store_pack<T, whole>(p, first + (half + u) * p.block_packs,
-                                              kvpn_reduction<T, 2>::of(p, what, both));
+                    kvpn_store_pack<uint4, T::whole>(p.recv, p.count, first + (half + u) * p.block_packs,
+                                                     kvpn_reduction<T, 2>::of(p, what, both));
             }
         }
         kvpn_clear_slots<packs>(slots, 16 * me.threads, which);
@@ -1707,32 +1589,31 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipelin
 
     KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
     {
-        const uint32_t steps = (p.packs + packs * p.block_packs - 1) / (packs * p.block_packs);
+        const uint32_t of_step = kvpn_pipeline_packs * p.block_packs, steps = (p.packs + of_step - 1) / of_step;
         const uint32_t what = kvpn_reduction<T, 2>::before_wait(p, me), period = places_of_row(p, me) == 2 ? 3 : 1;
         uint4 v[packs] = {};
         load(p, p.rank ^ 1, first_pack(p, me, 0), packs_of(p, me, 0), v);
-        for (uint32_t k = 0; k <= steps && me.stop_reason == 0; k++) {
-            if (k != 0 && k < steps && k % period == 0)
+        for (uint32_t n = 0; n < (steps + 1) * pieces && me.stop_reason == 0; n++) {
+            const uint32_t k = n / pieces;
+            if (n % pieces == 0 && k != 0 && k < steps && k % period == 0)
                 kvpn_fence();
-            send(p, me, k, v);
-            load(p, p.rank ^ 1, first_pack(p, me, k + 1), packs_of(p, me, k + 1), v); /* before the wait */
-            if (k != 0 && !receive(p, me, k - 1, what))
+            send(p, me, n, v);
+            load(p, p.rank ^ 1, first_pack(p, me, n + 1), packs_of(p, me, n + 1), v); /* before the wait */
+            if (k != 0 && !receive(p, me, n - pieces, what))
                 return;
         }
     }
 };
 
-template <class T, int max_ranks, bool whole> struct kvpn_pipeline_sum : kvpn_pipeline<T, max_ranks, whole, false> {
-};
-template <class T, int max_ranks, bool whole> struct kvpn_pipeline_scatter : kvpn_pipeline<T, max_ranks, whole, true> {
-};
-
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
 
-   Ways of all_to_all, all_to_allv and all_gatherv: a part from each rank to each other one, of any size and place.
+   Ways of all_gather, all_gatherv, all_to_all and all_to_allv: a part from each rank to each other one, of any size and
+   place. Gathers send the same part to all.
    Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Every rank uses the same
    blocks, as many as the largest of all parts takes, and in each of them thread 0 sends every other rank a slot, and
    waits for one, even where the part has no bytes: see >>impl_protocol. */
+enum { kvpn_group = 4, kvpn_large_group = 6 }; /* packs; see kvpn_parts_groups */
+#ifndef KVPRIM_NO_EXCHANGE
 typedef struct kvpn_part {
     char *at;
     uint32_t bytes;
@@ -1766,11 +1647,11 @@ KVPRIM_NCCL_DEVICE void kvpn_copy_own_part(const kvpn_parts_params &p, uint32_t 
         KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < at_once; k++)
             if (i + k * step < packs)
-                v[k] = kvpn_load_16<whole>(p.parts[0].to.at, bytes, i + k * step);
+                v[k] = kvpn_load_pack<uint4, whole>(p.parts[0].to.at, bytes, i + k * step);
         KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < at_once; k++)
             if (i + k * step < packs)
-                kvpn_store_16<whole>(p.parts[0].from.at, bytes, i + k * step, v[k]);
+                kvpn_store_pack<uint4, whole>(p.parts[0].from.at, bytes, i + k * step, v[k]);
     }
 }
 
@@ -1787,7 +1668,7 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
             const uint32_t at = me.block * p.block_packs + j;
             uint2 v = {0, 0};
             if (at * 8 < part.bytes)
-                v = kvpn_load_8<whole>(part.at, part.bytes, at);
+                v = kvpn_load_pack<uint2, whole>(part.at, part.bytes, at);
             kvpn_take_turn(p, me, j);
             if (kvpn_has_slot(part, at, j))
                 kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
@@ -1804,29 +1685,53 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
             char *const slot = p.peer[0] + kvpn_slot_offset(p, me, 0, from, j);
             uint4 v[1];
             if (k == 1 && at * 8 < own.bytes) {
-                const uint2 pack = kvpn_load_8<whole>(own.at, own.bytes, at);
-                kvpn_store_8<whole>(p.parts[0].from.at, own.bytes, at, pack.x, pack.y);
+                const uint2 pack = kvpn_load_pack<uint2, whole>(own.at, own.bytes, at);
+                kvpn_store_pack<uint2, whole>(p.parts[0].from.at, own.bytes, at, pack);
             }
             if (!kvpn_has_slot(part, at, j))
                 continue;
             if (!kvpn_wait_for_slots<1, true>(p, me, slot, 0, 1, (int32_t)from, v))
                 return;
             if (at * 8 < part.bytes)
-                kvpn_store_8<whole>(part.at, part.bytes, at, v[0].x, v[0].z);
+                kvpn_store_pack<uint2, whole>(part.at, part.bytes, at, uint2{v[0].x, v[0].z});
             kvpn_clear_slots<1>(slot, 0, 1);
         }
     }
 };
 
-template <bool whole> struct kvpn_parts_few : kvpn_parts_slots<false, whole> {
-};
-template <bool whole> struct kvpn_parts_pair : kvpn_parts_slots<true, whole> {
-};
+/* The words of a pack that are all ones. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_ones_of(uint4 v)
+{
+    return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
+           (uint32_t)(v.z == kvpn_empty_word) << 2 | (uint32_t)(v.w == kvpn_empty_word) << 3;
+}
 
-/* Many bytes, 16 to a slot, in groups as kvpn_gather_groups sends them. Role 2k sends to the rank k + 1 further on, and
-   role 2k + 1 receives from it. */
+KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
+{
+    return uint4{ones & 1 ? kvpn_empty_word : v.x, ones & 2 ? kvpn_empty_word : v.y, ones & 4 ? kvpn_empty_word : v.z,
+                 ones & 8 ? kvpn_empty_word : v.w};
+}
+
+/* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the group
+   were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. Each thread's slots lie as
+   far apart as a role has threads, and its groups alternate between the areas.
+   A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
+   than one of 4 for 512 KB, and 8 % less for 64 MB. */
 template <int group, bool whole> struct kvpn_parts_groups {
     enum { turn_last = 1, slots = group + 1 };
+
+    /* Where slot k of the thread's group number `round` lies that rank `from` fills. */
+    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from, uint32_t round,
+                                       uint32_t k)
+    {
+        return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
+    }
+
+    /* As kvpn_send_offset. */
+    KVPRIM_NCCL_DEVICE uint32_t send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round, uint32_t k)
+    {
+        return me.stop_reason ? 2 * p.turn_bytes : offset(p, me, p.rank, round, k);
+    }
 
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
@@ -1844,15 +1749,15 @@ template <int group, bool whole> struct kvpn_parts_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs)
-                    v[k] = kvpn_load_16<whole>(part.at, part.bytes, first + j + k * me.threads);
+                    v[k] = kvpn_load_pack<uint4, whole>(part.at, part.bytes, first + j + k * me.threads);
             kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs) {
-                    kvpn_store_slot(to + kvpn_group_send_offset<slots>(p, me, round, k), kvpn_replace_empty(v[k]));
+                    kvpn_store_slot(to + send_offset(p, me, round, k), kvpn_replace_empty(v[k]));
                     ones |= kvpn_ones_of(v[k]) << 4 * k;
                 }
-            kvpn_store_slot(to + kvpn_group_send_offset<slots>(p, me, round, group), uint4{ones, 0, 0, 0});
+            kvpn_store_slot(to + send_offset(p, me, round, group), uint4{ones, 0, 0, 0});
         }
     }
 
@@ -1874,7 +1779,7 @@ template <int group, bool whole> struct kvpn_parts_groups {
              j += group * me.threads, round++) {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
-            char *const at = p.peer[0] + kvpn_group_offset<slots>(p, me, from, round, 0);
+            char *const at = p.peer[0] + offset(p, me, from, round, 0);
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 which |= (uint32_t)(j + i * me.threads < packs) << i;
@@ -1884,17 +1789,13 @@ template <int group, bool whole> struct kvpn_parts_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 if (which >> i & 1)
-                    kvpn_store_16<whole>(part.at, part.bytes, first + j + i * me.threads,
-                                         kvpn_with_ones(v[i], ones >> 4 * i));
+                    kvpn_store_pack<uint4, whole>(part.at, part.bytes, first + j + i * me.threads,
+                                                  kvpn_with_ones(v[i], ones >> 4 * i));
             kvpn_clear_slots<slots>(at, 16 * me.threads, which);
         }
     }
 };
-
-template <bool whole> struct kvpn_parts_many : kvpn_parts_groups<kvpn_group, whole> {
-};
-template <bool whole> struct kvpn_parts_most : kvpn_parts_groups<kvpn_large_group, whole> {
-};
+#endif
 
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
@@ -1934,20 +1835,21 @@ template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Pa
         kvpn_end_turn(p, me);
 }
 
-template <template <class, int, bool> class Way, class T, int max_ranks, bool whole>
-static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whole>::threads
-                                                   : (int)Way<T, max_ranks, whole>::threads_of_8,
+template <template <class, int> class Way, class T, int max_ranks>
+static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks>::threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_kernel(const KVPRIM_GRID_CONSTANT kvpn_params p)
 {
-    kvpn_run_way<Way<T, max_ranks, whole>>(p);
+    kvpn_run_way<Way<T, max_ranks>>(p);
 }
 
-template <template <bool> class Way, bool whole>
+#ifndef KVPRIM_NO_EXCHANGE
+template <class Way>
 static __global__ __launch_bounds__(kvpn_max_threads,
                                     1) void kvpn_parts_kernel(const KVPRIM_GRID_CONSTANT kvpn_parts_params p)
 {
-    kvpn_run_way<Way<whole>>(p);
+    kvpn_run_way<Way>(p);
 }
+#endif
 #endif
 
 #ifndef KVPRIM_NO_NORM
@@ -2677,7 +2579,8 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 7,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    /* raised by 4 when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_protocol = 28 + kvpn_exchanges + 2 * kvpn_norms,
     kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
     kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_sum_then_norm: 1,024 tokens x 4,096 of bf16 */
@@ -3112,7 +3015,7 @@ static void kvpn_free_comm(kvprim_comm *comm)
 
 /* >>impl_check ----------------------------------------------------------------------------------------------------- */
 
-/* The smallest peer memory has seven slots (kvpn_gather_most) for each thread of a warp, in each of two turns and two
+/* The smallest peer memory has seven slots (kvpn_large_group) for each thread of a warp, in each of two turns and two
    areas, from each of 8 ranks, in 128 blocks, and the pages. */
 enum { kvpn_min_peer_bytes = 16 << 20, kvpn_max_peer_bytes = 4 * (kvpn_slots_mb << 20) + 2 * kvpn_page };
 
@@ -3540,92 +3443,200 @@ static void kvpn_register_window(kvpn_init_task *task)
 #endif
 }
 
-/* >>impl_limits ---------------------------------------------------------------------------------------------------- */
+/* >>impl_choose ----------------------------------------------------------------------------------------------------
 
+   Which way a collective takes, and which kernel that is. The first row that fits decides. Sizes are compared with
+   kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the kernel
+   alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack, otherwise
+   kvpn_any, which also does the other reductions. ranks: the world, rounded up to 2, 4 or 8.
+
+       own kernels are off, or there is none for the type or the op     NCCL
+       more bytes than the limit, not deterministic                     NCCL
+       all_reduce      of few bytes                                     kvpn_kernel<kvpn_one_shot, T, ranks>
+                       of many, between two ranks                       kvpn_kernel<kvpn_pipeline, T, 2>
+                                                                        kvpn_kernel<kvpn_two_shot, T, ranks>
+       reduce_scatter  of many bytes, between two ranks                 kvpn_kernel<kvpn_pipeline, T, 2>
+                                                                        kvpn_kernel<kvpn_scatter, T, ranks>
+       all_gather, all_gatherv, all_to_all, all_to_allv
+                       of few bytes                                     kvpn_parts_kernel<kvpn_parts_slots<...>>
+                       of many                                          kvpn_parts_kernel<kvpn_parts_groups<4, ...>>
+                       of more                                          kvpn_parts_kernel<kvpn_parts_groups<6, ...>>
+       all else                                                         NCCL */
 #ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
     kvpn_by_nccl,
     kvpn_by_one_shot,
     kvpn_by_two_shot,
     kvpn_by_scatter,
-    kvpn_by_gather,
-    kvpn_by_gather_many,
-    kvpn_by_gather_most,
     kvpn_by_pipeline,
-    kvpn_by_pipeline_scatter,
     kvpn_by_parts, /* these last */
     kvpn_by_parts_many,
     kvpn_by_parts_most
 } kvpn_way;
 
-typedef void (*kvpn_kernel_function)(kvpn_params);
-typedef void (*kvpn_parts_function)(kvpn_parts_params);
-
-/* What kvpn_pick takes for kernels of kvpn_any. */
-static const kvprim_dtype kvpn_any_dtype = KVPRIM_U8;
-
-template <template <class, int, bool> class Way, class T, int max_ranks>
-static kvpn_kernel_function kvpn_pick(bool whole)
+/* Packs in a group of this way; 0: it has no groups. */
+static uint32_t kvpn_group_of(kvpn_way way)
 {
-    return whole ? kvpn_kernel<Way, T, max_ranks, true> : kvpn_kernel<Way, T, max_ranks, false>;
+    return way == kvpn_by_parts_many ? kvpn_group : way == kvpn_by_parts_most ? kvpn_large_group : 0;
 }
 
-template <template <class, int, bool> class Way, class T> static kvpn_kernel_function kvpn_pick(int world, bool whole)
+static uint32_t kvpn_roles_of(kvpn_way way, int world)
 {
-    return world == 2   ? kvpn_pick<Way, T, 2>(whole)
-           : world <= 4 ? kvpn_pick<Way, T, 4>(whole)
-                        : kvpn_pick<Way, T, 8>(whole);
+    const uint32_t others = (uint32_t)world - 1;
+    return way == kvpn_by_parts ? others : way > kvpn_by_parts ? 2 * others : 1;
 }
 
-template <template <class, int, bool> class Way>
-static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
+/* Per role of a block, which has slots in each area for all of a group's packs. */
+static uint32_t kvpn_max_threads_of_role(const kvprim_comm *comm, kvpn_way way)
 {
-    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
-           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
-           : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16>(world, whole)
-                                  : kvpn_pick<Way, kvpn_any>(world, whole);
+    const uint32_t in_block = (uint32_t)kvpn_max_threads / kvpn_roles_of(way, comm->world) / 32 * 32,
+                   with_slots = comm->block_slots / (kvpn_group_of(way) + 1) / 32 * 32;
+    return with_slots < in_block && kvpn_group_of(way) ? with_slots : in_block;
 }
 
-/* Of two ranks. */
-template <template <class, int, bool> class Way>
-static kvpn_kernel_function kvpn_pick_of_two(kvprim_dtype dtype, bool whole)
+/* How many bytes of a tensor the slots hold in this way, whether or not it is the fastest for them. */
+static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
 {
-    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32, 2>(whole)
-           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16, 2>(whole)
-           : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16, 2>(whole)
-                                  : kvpn_pick<Way, kvpn_any, 2>(whole);
+    const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
+    const uint32_t in_group = kvpn_group_of(way) * kvpn_max_threads_of_role(comm, way),
+                   of_group = in_group + kvpn_max_threads_of_role(comm, way);
+    if (in_group) /* 2: both areas */
+        return (size_t)16 * comm->blocks * 2 * (comm->block_slots / of_group) * in_group;
+    return way == kvpn_by_two_shot   ? slots * (size_t)comm->world
+           : way == kvpn_by_pipeline ? (size_t)1 << 34 /* so that packs have numbers of 32 bits */
+           : way == kvpn_by_parts    ? slots / 2
+                                     : slots;
 }
 
-static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more
+   ranks; `make nccl-limits` measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other
+   numbers need another kvpn_protocol. */
+typedef struct kvpn_limits {
+    size_t one_shot, two_shot;
+    size_t norm_one_shot; /* of kvprim_all_reduce_norm, a rank's addend */
+    size_t scatter;       /* what each rank sends */
+    /* world times the largest part that one rank sends to another. parts, parts_many: where the next way begins. Then
+       how many an exchange may have, if all of these are equal and if they are not; a gather of equal ones; and one of
+       equal ones that are no multiple of 16 */
+    size_t parts, parts_many, parts_even, parts_uneven, gather, gather_odd;
+} kvpn_limits;
+
+static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {
-    return way == kvpn_by_pipeline           ? kvpn_pick_of_two<kvpn_pipeline_sum>(dtype, whole)
-           : way == kvpn_by_pipeline_scatter ? kvpn_pick_of_two<kvpn_pipeline_scatter>(dtype, whole)
-           : way == kvpn_by_gather           ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_many      ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_most      ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
-           : way == kvpn_by_scatter          ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
-           : way == kvpn_by_one_shot         ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
-                                             : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20,  64 << 20, 384 << 10,
+                             8 << 20, 32 << 20, 16 << 20, 64 << 20, 4 << 20},
+                      four = {128 << 10, 32 << 20, 256 << 10, 64 << 20, 256 << 10,
+                              8 << 20,   8 << 20,  8 << 20,   8 << 20,  1 << 20},
+                      eight = {32 << 10, 8 << 20, 64 << 10, 16 << 20, 256 << 10,
+                               4 << 20,  4 << 20, 4 << 20,  4 << 20,  512 << 10};
+    kvpn_limits l = comm->link == kvpn_pcie ? eight : comm->world == 2 ? two : comm->world <= 4 ? four : eight;
+    const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
+    if (reduce)
+        l.two_shot = reduce;
+    if (comm->reduce_scatter_limit)
+        l.scatter = comm->reduce_scatter_limit;
+    if (gather || !kvpn_exchanges)
+        l.gather = l.gather_odd = l.parts_uneven = l.parts_even = kvpn_exchanges ? gather : 0;
+    return l;
 }
 
-template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
+/* Whether aligned tensors have a kernel of this type. The others go through one of kvpn_any. */
+static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
 {
-    return whole ? kvpn_parts_kernel<Way, true> : kvpn_parts_kernel<Way, false>;
+    return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
 }
 
-static kvpn_parts_function kvpn_pick_parts(kvpn_way way, int world, bool whole)
+/* The same on every rank: nothing here may differ between ranks. */
+static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
 {
-    return way == kvpn_by_parts_many   ? kvpn_pick_parts<kvpn_parts_many>(whole)
-           : way == kvpn_by_parts_most ? kvpn_pick_parts<kvpn_parts_most>(whole)
-           : world == 2                ? kvpn_pick_parts<kvpn_parts_pair>(whole)
-                                       : kvpn_pick_parts<kvpn_parts_few>(whole);
+    return comm->peer[0] && op != KVPRIM_PROD &&
+           (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32 || dtype == KVPRIM_F8E4M3 ||
+            dtype == KVPRIM_F8E5M2);
 }
 
+/* What each rank gives: more than this goes in a stream, between two ranks. Measured on 2 H200s with 32, 64 and 128
+   blocks: at the limit a stream takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
+static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
+{
+    const size_t few = scatters ? 16 << 20 : 8 << 20, half = 16 << 20, many = scatters ? 24 << 20 : 48 << 20;
+    return comm->world > 2 ? SIZE_MAX : comm->blocks <= 40 ? few : comm->blocks <= 64 ? half : many;
+}
+
+/* bytes: of the result. */
+static kvpn_way kvpn_choose_sum(const kvprim_comm *comm, bool scatters, size_t bytes, kvprim_dtype dtype, int op)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    const size_t given = scatters ? bytes * (size_t)comm->world : bytes;
+    if (!kvpn_has_kernels(comm, dtype, op) ||
+        (given > (scatters ? limits.scatter : limits.two_shot) && !comm->deterministic))
+        return kvpn_by_nccl;
+    if (!scatters && bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
+        return kvpn_by_one_shot;
+    return given > kvpn_pipeline_limit(comm, scatters) ? kvpn_by_pipeline
+           : scatters                                  ? kvpn_by_scatter
+                                                       : kvpn_by_two_shot;
+}
+
+/* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
+   The same on every rank. */
+typedef struct kvpn_extent {
+    size_t largest, smallest, own;
+} kvpn_extent;
+
+static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_extent e)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    const size_t world = (size_t)comm->world, few = e.own > e.largest ? e.own : e.largest;
+    const size_t most = e.largest != e.smallest ? limits.parts_uneven
+                        : !gathers              ? limits.parts_even
+                        : e.largest % 16 == 0   ? limits.gather
+                                                : limits.gather_odd;
+    if (!comm->peer[0] || !kvpn_exchanges || e.largest > most / world)
+        return kvpn_by_nccl;
+    return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
+           : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
+                                                                                          : kvpn_by_parts_most;
+}
+
+/* dtype: KVPRIM_U8 stands for kvpn_any. */
+template <template <class, int> class Way, int max_ranks> static const void *kvpn_pick(kvprim_dtype dtype)
+{
+    return dtype == KVPRIM_F32    ? (const void *)kvpn_kernel<Way, kvpn_f32, max_ranks>
+           : dtype == KVPRIM_BF16 ? (const void *)kvpn_kernel<Way, kvpn_bf16, max_ranks>
+           : dtype == KVPRIM_F16  ? (const void *)kvpn_kernel<Way, kvpn_f16, max_ranks>
+                                  : (const void *)kvpn_kernel<Way, kvpn_any, max_ranks>;
+}
+
+template <template <class, int> class Way> static const void *kvpn_pick(kvprim_dtype dtype, int world)
+{
+    return world == 2 ? kvpn_pick<Way, 2>(dtype) : world <= 4 ? kvpn_pick<Way, 4>(dtype) : kvpn_pick<Way, 8>(dtype);
+}
+
+#ifndef KVPRIM_NO_EXCHANGE
+template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world)
+{
+    return way == kvpn_by_parts_many   ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<kvpn_group, whole>>
+           : way == kvpn_by_parts_most ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<kvpn_large_group, whole>>
+           : world == 2                ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, whole>>
+                                       : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, whole>>;
+}
+#endif
+
+/* whole: tensors are aligned to the way's packs, and end with one. */
 static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way >= kvpn_by_parts ? (const void *)kvpn_pick_parts(way, world, whole)
-                                : (const void *)kvpn_pick(way, dtype, world, whole);
+#ifndef KVPRIM_NO_EXCHANGE
+    if (way >= kvpn_by_parts)
+        return whole ? kvpn_pick_parts<true>(way, world) : kvpn_pick_parts<false>(way, world);
+#endif
+    dtype = whole ? dtype : KVPRIM_U8;
+    return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2>(dtype)
+           : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world)
+           : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world)
+                                     : kvpn_pick<kvpn_two_shot>(dtype, world);
 }
+
+/* >>impl_load ------------------------------------------------------------------------------------------------------ */
 
 static uint32_t kvpn_max_threads_for(int world)
 {
@@ -3695,7 +3706,7 @@ static bool kvpn_load_norms(kvpn_init_task *task)
    of them are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *task)
 {
-    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, kvpn_any_dtype};
+    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, KVPRIM_U8};
     const int world = task->comm.world;
     bool loaded = true;
     task->kernels_wait = true;
@@ -3717,38 +3728,6 @@ static bool kvpn_can_capture_pdl(void)
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
-/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more ranks; `make nccl-limits`
-   measures them. norm_one_shot is measured on 2; for more it is twice one_shot, as it saves the launch of a norm, 1.5
-   us. Two ranks over PCIe, which nobody has measured, take the smallest. Other numbers need another kvpn_protocol. */
-typedef struct kvpn_limits {
-    size_t one_shot, two_shot;
-    size_t norm_one_shot;            /* of kvprim_all_reduce_norm, a rank's addend: see kvpn_norm_way_of */
-    size_t scatter;                  /* what each rank sends */
-    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is not a multiple of 16 */
-    size_t gather_many, gather_most; /* the second begins where the first ends */
-    /* world times the largest part that one rank sends to another; even: all of these are equal */
-    size_t parts, parts_many, parts_uneven, parts_even;
-} kvpn_limits;
-
-static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
-{
-    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20,   64 << 20, 256 << 10, 4 << 20,
-                             8 << 20, 64 << 20, 384 << 10, 8 << 20,  16 << 20,  32 << 20},
-                      four = {128 << 10, 32 << 20, 256 << 10, 64 << 20, 256 << 10, 1 << 20,
-                              8 << 20,   8 << 20,  256 << 10, 8 << 20,  8 << 20,   8 << 20},
-                      eight = {32 << 10, 8 << 20, 64 << 10,  16 << 20, 256 << 10, 512 << 10,
-                               4 << 20,  4 << 20, 256 << 10, 4 << 20,  4 << 20,   4 << 20};
-    kvpn_limits l = comm->link == kvpn_pcie ? eight : comm->world == 2 ? two : comm->world <= 4 ? four : eight;
-    const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
-    if (reduce)
-        l.two_shot = reduce;
-    if (comm->reduce_scatter_limit)
-        l.scatter = comm->reduce_scatter_limit;
-    if (gather)
-        l.gather_odd = l.gather_most = l.parts_uneven = l.parts_even = gather,
-        l.gather = gather < l.gather ? gather : l.gather;
-    return l;
-}
 #endif
 
 /* What kvprim_all_reduce_norm needs whether or not own kernels sum: the norm alone, loaded, and memory for sums. */
@@ -3807,7 +3786,7 @@ static void kvpn_describe(kvpn_init_task *task)
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
                                  comm->clusters ? ", clusters" : "", (unsigned long long)limits.parts_even,
-                                 (unsigned long long)limits.parts_uneven, (unsigned long long)limits.gather_most);
+                                 (unsigned long long)limits.parts_uneven, (unsigned long long)limits.gather);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
@@ -4284,7 +4263,7 @@ static kvpn_type kvpn_type_of(kvprim_dtype dtype)
 
 static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
 
-/* In this order: reductions, the gather, those that exchange parts, then those with a root or a peer. */
+/* In this order: reductions, those of parts (the gather first), then those with a root or a peer. */
 typedef enum kvpn_kind {
     kvpn_all_reduce,
     kvpn_reduce_scatter,
@@ -4331,9 +4310,15 @@ static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_com
     return c;
 }
 
-static bool kvpn_exchanges_parts(kvpn_kind kind)
+static bool kvpn_gathers(kvpn_kind kind)
 {
-    return kind >= kvpn_all_gatherv && kind <= kvpn_all_to_allv;
+    return kind == kvpn_all_gather || kind == kvpn_all_gatherv;
+}
+
+/* A part from each rank to each other one. NCCL has a call for all_gather alone. */
+static bool kvpn_has_parts(kvpn_kind kind)
+{
+    return kind >= kvpn_all_gather && kind <= kvpn_all_to_allv;
 }
 
 /* The byte of a tensor, which may be NULL if it has none. */
@@ -4355,8 +4340,10 @@ static size_t kvpn_part_count(const kvpn_call *c, int from, int to)
 static size_t kvpn_part_begin(const kvpn_call *c, int r, bool sends)
 {
     size_t begin = 0;
-    if (sends && c->kind == kvpn_all_gatherv)
-        return r < c->comm->world ? 0 : c->counts[c->comm->rank];
+    if (sends && kvpn_gathers(c->kind))
+        return r < c->comm->world ? 0 : kvpn_part_count(c, c->comm->rank, 0);
+    if (!c->counts)
+        return (size_t)r * c->count;
     for (int k = 0; k < r; k++)
         begin += sends ? kvpn_part_count(c, c->comm->rank, k) : kvpn_part_count(c, k, c->comm->rank);
     return begin;
@@ -4433,9 +4420,8 @@ static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
 {
     const uintptr_t recv = (uintptr_t)c->recv, send = (uintptr_t)c->send;
     const size_t recv_bytes = c->recv_count * c->element, send_bytes = c->send_count * c->element;
-    const size_t part = c->kind == kvpn_all_gatherv ? kvpn_part_begin(c, c->comm->rank, false) * c->element
-                                                    : (size_t)c->comm->rank * c->count * c->element;
-    const uintptr_t recv_part = recv + (c->kind == kvpn_all_gather || c->kind == kvpn_all_gatherv ? part : 0),
+    const size_t part = kvpn_part_begin(c, c->comm->rank, false) * c->element;
+    const uintptr_t recv_part = recv + (kvpn_gathers(c->kind) ? part : 0),
                     send_part = send + (c->kind == kvpn_reduce_scatter ? part : 0);
     const bool exchanges = c->kind == kvpn_all_to_all || c->kind == kvpn_all_to_allv;
     if (recv + recv_bytes <= send || send + send_bytes <= recv || (recv_part == send_part && !exchanges))
@@ -4450,14 +4436,11 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 {
     const kvpn_type type = kvpn_type_of(c->dtype);
     const size_t world = (size_t)c->comm->world;
-    if ((int)c->dtype >= 0 && (int)c->dtype < (int)KVPRIM_U8)
+    if (!type.name)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: dtype is %d, which is not an element type: 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
+                           "%s: dtype is %d, which is not an element type; 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
                            "are index types",
                            c->function, (int)c->dtype);
-    if (!type.name)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is not an element type", c->function,
-                           (int)c->dtype);
     if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
     if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
@@ -4466,11 +4449,11 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     if (c->count > SIZE_MAX / type.bytes / world)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu, which is too many bytes", c->function,
                            (unsigned long long)c->count);
-    if (kvpn_exchanges_parts(c->kind)) {
+    if (kvpn_has_parts(c->kind)) {
         c->recv_count = kvpn_part_begin(c, c->comm->world, false);
         c->send_count = kvpn_part_begin(c, c->comm->world, true);
     } else {
-        c->recv_count = c->kind == kvpn_all_gather ? world * c->count : c->kind == kvpn_send ? 0 : c->count;
+        c->recv_count = c->kind == kvpn_send ? 0 : c->count;
         c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
                         : c->kind == kvpn_broadcast || c->kind == kvpn_recv ? 0
                                                                             : c->count;
@@ -4498,120 +4481,13 @@ static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_ma
                   32 * ((int)kvpn_large_group + 1),
               "a block has slots for a warp");
 
-/* Packs in a group of this way; 0: it has no groups. */
-static uint32_t kvpn_group_of(kvpn_way way)
-{
-    return way == kvpn_by_gather_many || way == kvpn_by_parts_many   ? kvpn_group
-           : way == kvpn_by_gather_most || way == kvpn_by_parts_most ? kvpn_large_group
-                                                                     : 0;
-}
-
-static uint32_t kvpn_roles_of(kvpn_way way, int world)
-{
-    const uint32_t others = (uint32_t)world - 1;
-    return way == kvpn_by_parts ? others : way > kvpn_by_parts ? 2 * others : kvpn_group_of(way) ? (uint32_t)world : 1;
-}
-
-/* Per role of a block, which has slots in each area for all of a group's packs. */
-static uint32_t kvpn_max_threads_of_role(const kvprim_comm *comm, kvpn_way way)
-{
-    const uint32_t in_block = (uint32_t)kvpn_max_threads / kvpn_roles_of(way, comm->world) / 32 * 32,
-                   with_slots = comm->block_slots / (kvpn_group_of(way) + 1) / 32 * 32;
-    return with_slots < in_block && kvpn_group_of(way) ? with_slots : in_block;
-}
-
-/* How many bytes of a tensor the slots hold in this way, whether or not it is the fastest for them. */
-static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
-{
-    const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
-    const uint32_t group = kvpn_group_of(way), threads = kvpn_max_threads_of_role(comm, way);
-    switch (way) {
-    case kvpn_by_two_shot:
-        return slots * (size_t)comm->world;
-    case kvpn_by_pipeline: /* so that packs have numbers of 32 bits */
-    case kvpn_by_pipeline_scatter:
-        return (size_t)1 << 34;
-    case kvpn_by_gather:
-    case kvpn_by_parts:
-        return slots / 2;
-    case kvpn_by_gather_many: /* 2: both areas */
-    case kvpn_by_gather_most:
-    case kvpn_by_parts_many:
-    case kvpn_by_parts_most:
-        return (size_t)16 * comm->blocks * 2 * (comm->block_slots / ((group + 1) * threads)) * (group * threads);
-    default:
-        return slots;
-    }
-}
-
-/* Whether the kernel is of this type. If not, it is of kvpn_any. */
-static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
-{
-    return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
-}
-
-/* The same on every rank: nothing here may differ between ranks. */
-static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
-{
-    return comm->peer[0] && op != KVPRIM_PROD &&
-           (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32 || dtype == KVPRIM_F8E4M3 ||
-            dtype == KVPRIM_F8E5M2);
-}
-
-/* What each rank gives: more than this goes in a stream, between two ranks. Measured on 2 H200s with 32, 64 and 128
-   blocks: at the limit a stream takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
-static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
-{
-    const size_t few = scatters ? 16 << 20 : 8 << 20, half = 16 << 20, many = scatters ? 24 << 20 : 48 << 20;
-    return comm->world > 2 ? SIZE_MAX : comm->blocks <= 40 ? few : comm->blocks <= 64 ? half : many;
-}
-
-static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    if (!kvpn_has_kernels(comm, dtype, op))
-        return kvpn_by_nccl;
-    if (bytes > limits.two_shot && !comm->deterministic)
-        return kvpn_by_nccl;
-    if (bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
-        return kvpn_by_one_shot;
-    return bytes > kvpn_pipeline_limit(comm, false) ? kvpn_by_pipeline : kvpn_by_two_shot;
-}
-
-/* `bytes`: of the result. */
-static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    if (!kvpn_has_kernels(comm, dtype, op) || (bytes > limits.scatter / (size_t)comm->world && !comm->deterministic))
-        return kvpn_by_nccl;
-    return bytes > kvpn_pipeline_limit(comm, true) / (size_t)comm->world ? kvpn_by_pipeline_scatter : kvpn_by_scatter;
-}
-
-/* `bytes`: of each rank's part. */
-static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    const size_t all = bytes * (size_t)comm->world;
-    if (!comm->peer[0])
-        return kvpn_by_nccl;
-    const bool odd = bytes % 16 != 0;
-    if (all <= (odd ? limits.gather_odd : limits.gather) && bytes <= kvpn_capacity_bytes(comm, kvpn_by_gather))
-        return kvpn_by_gather;
-    if (odd || all > limits.gather_most)
-        return kvpn_by_nccl;
-    return all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_gather_most;
-}
-
-/* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
-   The same on every rank. */
-typedef struct kvpn_extent {
-    size_t largest, smallest, own;
-} kvpn_extent;
-
 static kvpn_extent kvpn_extent_of(const kvpn_call *c)
 {
+    const size_t equal = c->count * c->element;
     kvpn_extent e = {0, SIZE_MAX, 0};
-    for (int from = 0; from < c->comm->world; from++)
+    if (!c->counts)
+        e.largest = e.smallest = e.own = equal;
+    for (int from = 0; c->counts && from < c->comm->world; from++)
         for (int to = 0; to < c->comm->world; to++) {
             const size_t bytes = kvpn_part_count(c, from, to) * c->element;
             size_t *const most = from == to ? &e.own : &e.largest;
@@ -4621,57 +4497,33 @@ static kvpn_extent kvpn_extent_of(const kvpn_call *c)
     return e;
 }
 
-static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, kvpn_extent e)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    const size_t world = (size_t)comm->world, few = e.own > e.largest ? e.own : e.largest;
-    if (!comm->peer[0] || e.largest > (e.largest == e.smallest ? limits.parts_even : limits.parts_uneven) / world)
-        return kvpn_by_nccl;
-    return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
-           : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
-                                                                                          : kvpn_by_parts_most;
-}
-
+/* See >>impl_choose. */
 static kvpn_way kvpn_way_of(const kvpn_call *c)
 {
     const size_t bytes = c->count * c->element;
-    if (kvpn_exchanges_parts(c->kind))
-        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_extent_of(c)) : kvpn_by_nccl;
-    return c->kind == kvpn_all_reduce       ? kvpn_choose(c->comm, bytes, c->dtype, c->op_or_peer)
-           : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
-           : c->kind == kvpn_all_gather     ? kvpn_choose_gather(c->comm, bytes)
-                                            : kvpn_by_nccl;
-}
-
-static bool kvpn_is_pipeline(kvpn_way way)
-{
-    return way == kvpn_by_pipeline || way == kvpn_by_pipeline_scatter;
-}
-
-/* A block has slots for 4 or 8 steps of all its threads. */
-static uint32_t kvpn_pipeline_threads_of(const kvprim_comm *comm)
-{
-    const uint32_t with_slots = comm->block_slots / kvpn_pipeline_packs / 32 * 32;
-    return with_slots < (uint32_t)kvpn_pipeline_threads ? with_slots : (uint32_t)kvpn_pipeline_threads;
-}
-
-/* Each block has a pack of each thread in turn. */
-static void kvpn_set_stream_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
-{
-    *threads = kvpn_pipeline_threads_of(comm);
-    *blocks = (p->packs + *threads - 1) / *threads;
-    *blocks = *blocks < comm->blocks ? *blocks : comm->blocks;
-    p->block_packs = *blocks * *threads;
+    if (kvpn_has_parts(c->kind))
+        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_gathers(c->kind), kvpn_extent_of(c)) : kvpn_by_nccl;
+    if (c->kind > kvpn_reduce_scatter)
+        return kvpn_by_nccl;
+    return kvpn_choose_sum(c->comm, c->kind == kvpn_reduce_scatter, bytes, c->dtype, c->op_or_peer);
 }
 
 /* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
    the slots. With groups, a block has threads for one group of packs each. A block's packs begin at a multiple of 8,
-   which is 128 bytes. */
+   which is 128 bytes; in a pipeline, which has slots for 4 or 8 steps, with a pack of each of its threads in turn. */
 static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way, uint32_t *blocks, uint32_t *threads)
 {
     const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots, group = kvpn_group_of(way);
     const uint32_t most =
         way == kvpn_by_parts ? kvpn_max_threads_of_role(comm, way) : kvpn_max_threads_for(comm->world);
+    if (way == kvpn_by_pipeline) {
+        const uint32_t with_slots = comm->block_slots / kvpn_pipeline_packs / 32 * 32;
+        *threads = with_slots < (uint32_t)kvpn_pipeline_threads ? with_slots : (uint32_t)kvpn_pipeline_threads;
+        *blocks = (p->slice_packs + *threads - 1) / *threads;
+        *blocks = *blocks < comm->blocks ? *blocks : comm->blocks;
+        p->block_packs = *blocks * *threads;
+        return;
+    }
     for (*threads = 128; 2 * *threads <= most && p->slice_packs > comm->blocks * *threads;)
         *threads *= 2;
     *blocks = (p->slice_packs + *threads - 1) / *threads;
@@ -4727,6 +4579,7 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn_bytes = 2 * p->area_bytes;
 }
 
+/* What a kernel of kvpn_any does. */
 static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
 {
     static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
@@ -4735,65 +4588,48 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
                           : c->dtype == KVPRIM_F16    ? kvpn_is_f16
                           : c->dtype == KVPRIM_F8E4M3 ? kvpn_is_e4m3
                                                       : kvpn_is_e5m2;
-    p->what = c->kind <= kvpn_reduce_scatter ? ops[c->op_or_peer] | type : 0;
+    p->what = ops[c->op_or_peer] | type;
     p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
     p->share = 1.0 / c->comm->world;
 }
 
-/* `pitch`, of gathers and scatters: elements from one rank's part to the next one's. */
-static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
+/* Reduces in one launch, or in several if the tensor is larger than the slots. */
+static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
-    const bool gathers = way == kvpn_by_gather || kvpn_group_of(way),
-               sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
-    const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
+    const size_t all = c->count * c->element, most = kvpn_capacity_bytes(comm, way);
+    const kvprim_dtype type = kvpn_has_sum_kernel(c->dtype, c->op_or_peer) ? c->dtype : KVPRIM_U8;
     kvpn_params p = {};
-    uint32_t blocks, threads;
     kvpn_set_ranks(comm, &p);
-    p.send = c->send, p.recv = c->recv;
-    p.count = gathers || !sums ? bytes : c->count;
-    p.pitch = pitch * c->element;
     kvpn_set_what(&p, c);
-    p.packs = (uint32_t)((bytes + unit - 1) / unit);
-    p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    p.send_aligned = (uintptr_t)c->send % unit == 0 &&
-                     ((way != kvpn_by_scatter && way != kvpn_by_pipeline_scatter) || p.pitch % unit == 0);
-    p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
-    if (kvpn_is_pipeline(way))
-        kvpn_set_stream_grid(comm, &p, &blocks, &threads);
-    else
+    p.pitch = c->kind == kvpn_reduce_scatter ? all : 0;
+    for (size_t at = 0; at < all; at += most) {
+        uint32_t blocks, threads;
+        p.send = (const char *)c->send + at, p.recv = (char *)c->recv + at;
+        p.count = all - at < most ? all - at : most;
+        p.packs = (uint32_t)((p.count + 15) / 16);
+        p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
-    const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
-    const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
-    return kvpn_launch_kernel(c, kernel, blocks, dim3(threads, kvpn_roles_of(way, comm->world)), &p);
-}
-
-/* Splits a tensor that is larger than the slots into chunks of what they hold. */
-static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
-{
-    const size_t max_count = kvpn_capacity_bytes(c->comm, way) / c->element;
-    for (size_t at = 0; at < c->count; at += max_count) {
-        kvpn_call chunk = *c;
-        chunk.recv = (char *)c->recv + at * c->element;
-        chunk.send = (const char *)c->send + at * c->element;
-        chunk.count = c->count - at < max_count ? c->count - at : max_count;
-        KVPRIM_NCCL_TRY(kvpn_launch_chunk(&chunk, way, c->count));
+        const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | p.pitch | p.count) % 16 == 0;
+        KVPRIM_NCCL_TRY(
+            kvpn_launch_kernel(c, kvpn_kernel_of(way, type, comm->world, whole), blocks, dim3(threads), &p));
     }
     return KVPRIM_OK;
 }
 
-/* At most `most` bytes of a part, from byte `at` on. */
-static kvpn_part kvpn_piece_of(char *begin, size_t bytes, size_t at, size_t most)
+#ifndef KVPRIM_NO_EXCHANGE
+/* At most `most` bytes, from byte `at` on, of a part of `bytes` that begins at `begin` of a tensor. */
+static kvpn_part kvpn_piece_of(const void *tensor, size_t begin, size_t bytes, size_t at, size_t most)
 {
     kvpn_part piece;
-    piece.at = begin + (at < bytes ? at : bytes);
+    piece.at = kvpn_byte_at(tensor, begin + (at < bytes ? at : bytes));
     piece.bytes = (uint32_t)(at >= bytes ? 0 : bytes - at < most ? bytes - at : most);
     return piece;
 }
 
 /* The pieces of all parts from byte `at` on, of so many bytes; of the part that stays on the rank, from own_at on.
-   Returns whether they take whole packs. */
-static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t own_at, size_t own_most,
+   Returns whether they take whole packs of so many bytes. */
+static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t own_at, size_t own_most, size_t pack,
                            kvpn_parts_params *p)
 {
     const int world = c->comm->world, rank = c->comm->rank;
@@ -4801,16 +4637,15 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
     uint64_t all = 0;
     for (int k = 0; k < world; k++) {
         const int peer = (rank + k) % world;
-        kvpn_both_parts *const both = &p->parts[k];
-        char *const send = kvpn_byte_at(c->send, kvpn_part_begin(c, peer, true) * element),
-                    *const recv = kvpn_byte_at(c->recv, kvpn_part_begin(c, peer, false) * element);
-        both->to = kvpn_piece_of(send, kvpn_part_count(c, rank, peer) * element, k ? at : own_at, k ? most : own_most);
-        both->from =
-            kvpn_piece_of(recv, kvpn_part_count(c, peer, rank) * element, k ? at : own_at, k ? most : own_most);
-        all |= both->to.bytes | both->from.bytes;
-        all |= (both->to.bytes ? (uintptr_t)both->to.at : 0) | (both->from.bytes ? (uintptr_t)both->from.at : 0);
+        const size_t first = k ? at : own_at, up_to = k ? most : own_most;
+        const kvpn_part to = kvpn_piece_of(c->send, kvpn_part_begin(c, peer, true) * element,
+                                           kvpn_part_count(c, rank, peer) * element, first, up_to),
+                        from = kvpn_piece_of(c->recv, kvpn_part_begin(c, peer, false) * element,
+                                             kvpn_part_count(c, peer, rank) * element, first, up_to);
+        p->parts[k].to = to, p->parts[k].from = from;
+        all |= to.bytes | from.bytes | (to.bytes ? (uintptr_t)to.at : 0) | (from.bytes ? (uintptr_t)from.at : 0);
     }
-    return all % 16 == 0;
+    return all % pack == 0;
 }
 
 enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
@@ -4824,12 +4659,14 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
     const kvpn_extent e = kvpn_extent_of(c);
     const size_t of_slots = e.largest <= capacity ? 1 : (e.largest + capacity - 1) / capacity,
                  of_own = e.own / kvpn_most_of_own + 1;
-    const size_t chunks = of_slots > of_own ? of_slots : of_own, own_step = (e.own / chunks / 128 + 1) * 128;
+    const size_t chunks = of_slots > of_own ? of_slots : of_own,
+                 own_step = (e.own + 128 * chunks - 1) / (128 * chunks) * 128,
+                 own = own_step < e.own ? own_step : e.own;
     kvpn_parts_params p = {};
     kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
-        const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, &p);
-        const size_t left = n < of_slots ? e.largest - n * capacity : 0, most = left > own_step ? left : own_step;
+        const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, unit, &p);
+        const size_t left = n < of_slots ? e.largest - n * capacity : 0, most = left > own ? left : own;
         uint32_t threads;
         p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
         kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
@@ -4838,6 +4675,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
     }
     return KVPRIM_OK;
 }
+#endif
 
 #ifndef KVPRIM_NO_NORM
 /* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
@@ -4987,7 +4825,7 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
                     parts = c->kind == kvpn_reduce_scatter ? c->count * c->element : 0;
     if (c->kind <= kvpn_reduce_scatter && (places | parts) % 16 != 0 && kvpn_may_use_window(c))
         return kvpn_reduce_misaligned(c);
-    if (kvpn_exchanges_parts(c->kind))
+    if (kvpn_has_parts(c->kind) && c->kind != kvpn_all_gather)
         return kvpn_exchange_parts(c);
     switch (c->kind) {
     case kvpn_all_reduce:
@@ -5158,89 +4996,86 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
     kvpn_simplify_counts(c);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
+#ifndef KVPRIM_NO_EXCHANGE
+    if (way >= kvpn_by_parts)
+        return kvpn_launch_parts(c, way);
+#endif
     if (way != kvpn_by_nccl)
-        return way >= kvpn_by_parts ? kvpn_launch_parts(c, way) : kvpn_launch_chunks(c, way);
+        return kvpn_launch_reduction(c, way);
 #endif
     return kvpn_run_nccl(c);
 }
 
-static kvprim_status kvpn_collective(kvpn_call c)
+/* counts: of all_gatherv and all_to_allv. */
+static kvprim_status kvpn_collective(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv,
+                                     const void *send, size_t count, const size_t *counts, kvprim_dtype dtype,
+                                     int op_or_peer, cudaStream_t stream)
 {
-    KVPRIM_RANGE(c.function);
-    if (!kvpn_enter(c.comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(c.function, c.comm);
-    kvpn_open_group *const group = &c.comm->teardown->group;
+    KVPRIM_RANGE(function);
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
+        return kvpn_fail_not_alive(function, comm);
+    kvpn_call c = kvpn_make_call(kind, function, comm, recv, send, count, dtype, op_or_peer, stream);
+    kvpn_open_group *const group = &comm->teardown->group;
+    c.counts = counts;
     const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_call(&c);
     group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
-    kvpn_leave(c.comm);
+    kvpn_leave(comm);
     return s;
 }
 
 KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                            kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    return kvpn_collective(
-        kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce", comm, recv, send, count, dtype, (int)op, stream));
+    return kvpn_collective(kvpn_all_reduce, "kvprim_all_reduce", comm, recv, send, count, NULL, dtype, (int)op, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send, size_t send_count,
                                            kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective(
-        kvpn_make_call(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, dtype, 0, stream));
-}
-
-static kvprim_status kvpn_collective_with(kvpn_call c, const size_t *counts)
-{
-    c.counts = counts;
-    return kvpn_collective(c);
+    return kvpn_collective(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, NULL, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send, const size_t *counts,
                                             kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective_with(
-        kvpn_make_call(kvpn_all_gatherv, "kvprim_all_gatherv", comm, recv, send, 0, dtype, 0, stream), counts);
+    return kvpn_collective(kvpn_all_gatherv, "kvprim_all_gatherv", comm, recv, send, 0, counts, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_to_all(kvprim_comm *comm, void *recv, const void *send, size_t part_count,
                                            kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective(
-        kvpn_make_call(kvpn_all_to_all, "kvprim_all_to_all", comm, recv, send, part_count, dtype, 0, stream));
+    return kvpn_collective(kvpn_all_to_all, "kvprim_all_to_all", comm, recv, send, part_count, NULL, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send, const size_t *counts,
                                             kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective_with(
-        kvpn_make_call(kvpn_all_to_allv, "kvprim_all_to_allv", comm, recv, send, 0, dtype, 0, stream), counts);
+    return kvpn_collective(kvpn_all_to_allv, "kvprim_all_to_allv", comm, recv, send, 0, counts, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send, size_t recv_count,
                                                kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_make_call(kvpn_reduce_scatter, "kvprim_reduce_scatter", comm, recv, send, recv_count,
-                                          dtype, (int)op, stream));
+    return kvpn_collective(kvpn_reduce_scatter, "kvprim_reduce_scatter", comm, recv, send, recv_count, NULL, dtype,
+                           (int)op, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t root,
                                           struct CUstream_st *stream)
 {
-    return kvpn_collective(
-        kvpn_make_call(kvpn_broadcast, "kvprim_broadcast", comm, buf, NULL, count, dtype, root, stream));
+    return kvpn_collective(kvpn_broadcast, "kvprim_broadcast", comm, buf, NULL, count, NULL, dtype, root, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_make_call(kvpn_send, "kvprim_send", comm, NULL, buf, count, dtype, peer, stream));
+    return kvpn_collective(kvpn_send, "kvprim_send", comm, NULL, buf, count, NULL, dtype, peer, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_make_call(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, dtype, peer, stream));
+    return kvpn_collective(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, NULL, dtype, peer, stream);
 }
 
 /* >>impl_norm_call -------------------------------------------------------------------------------------------------
@@ -5463,8 +5298,8 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
         sum.send = sum.recv;
     }
     if (c->comm->peer[0]) { /* whatever all_reduce_limit is */
-        const kvpn_way way = kvpn_choose(c->comm, bytes, d->dtype, KVPRIM_SUM);
-        KVPRIM_NCCL_TRY(kvpn_launch_chunks(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
+        const kvpn_way way = kvpn_choose_sum(c->comm, false, bytes, d->dtype, KVPRIM_SUM);
+        KVPRIM_NCCL_TRY(kvpn_launch_reduction(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
     } else {
         KVPRIM_NCCL_TRY(kvpn_run_nccl(&sum));
     }

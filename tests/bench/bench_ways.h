@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Every way of each collective at every size, and the limits between the ways (kvprim_nccl.h >>impl_limits) that the
+/* Every way of each collective at every size, and the limits between the ways (kvprim_nccl.h >>impl_choose) that the
    times suggest, beside the header's. For bench_nccl.cu, which implements the header. */
 #ifndef BENCH_WAYS_H
 #define BENCH_WAYS_H
@@ -8,8 +8,8 @@
 #include <cmath>
 
 /* In the order of kvpn_way. */
-static const char *const way_names[] = {"NCCL", "one shot", "two shots", "scatter", "gather", "many",
-                                        "most", "pipeline", "pipeline",  "parts",   "many",   "most"};
+static const char *const way_names[] = {"NCCL",     "one shot", "two shots", "scatter",
+                                        "pipeline", "parts",    "many",      "most"};
 static_assert(sizeof way_names / sizeof *way_names == kvpn_by_parts_most + 1, "a name for each way");
 
 /* ---- collectives ---- */
@@ -38,7 +38,7 @@ static void enqueue_by(rank_state &r, const way_call &w, kvpn_way way, bool wind
     else
         check_kvprim(way == kvpn_by_nccl    ? kvpn_run_nccl(&c)
                      : way >= kvpn_by_parts ? kvpn_launch_parts(&c, way)
-                                            : kvpn_launch_chunks(&c, way));
+                                            : kvpn_launch_reduction(&c, way));
 }
 
 static void verify_parts(rank_state &r, const kvpn_call &c, const char *at, const char *name)
@@ -263,8 +263,7 @@ static way_table table_of(const char *title, std::vector<kvpn_way> ways, std::ve
     const auto fits = [](size_t bytes, kvpn_way way) {
         const kvprim_comm *const comm = &ranks[0].comm;
         const size_t in_slots = way == kvpn_by_one_shot ? bytes : bytes / size_t(world);
-        return (way != kvpn_by_one_shot && way != kvpn_by_gather && way != kvpn_by_parts) ||
-               in_slots <= kvpn_capacity_bytes(comm, way);
+        return (way != kvpn_by_one_shot && way != kvpn_by_parts) || in_slots <= kvpn_capacity_bytes(comm, way);
     };
     const auto chosen = [=](size_t bytes) {
         const way_call w = make(bytes);
@@ -296,14 +295,13 @@ static std::vector<way_table> tables_of_limits()
     std::vector<kvpn_way> sums = {kvpn_by_one_shot, kvpn_by_two_shot}, scatters = {kvpn_by_scatter};
     std::vector<limit_field> sum_limits = {&l::one_shot, &l::two_shot}, scatter_limits = {&l::scatter};
     if (world == 2) { /* only two ranks have pipelines */
-        sums.push_back(kvpn_by_pipeline), scatters.push_back(kvpn_by_pipeline_scatter);
+        sums.push_back(kvpn_by_pipeline), scatters.push_back(kvpn_by_pipeline);
         sum_limits = {&l::one_shot, nullptr, &l::two_shot}, scatter_limits = {nullptr, &l::scatter};
     }
     return {table_of("all_reduce", sums, sum_limits, true, sum),
             table_of("reduce_scatter", scatters, scatter_limits, true, scatter),
-            table_of("all_gather", {kvpn_by_gather, kvpn_by_gather_many, kvpn_by_gather_most},
-                     {&l::gather, &l::gather_many, &l::gather_most}, true, gather),
-            table_of("all_gather, odd", {kvpn_by_gather}, {&l::gather_odd}, true, gather_odd),
+            table_of("all_gather", parts, {nullptr, nullptr, &l::gather}, true, gather),
+            table_of("all_gather, odd", parts, {nullptr, nullptr, &l::gather_odd}, true, gather_odd),
             table_of("all_to_all", parts, {&l::parts, &l::parts_many, &l::parts_even}, false, exchange(equal)),
             table_of("all_to_allv", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(proportional)),
             table_of("all_to_allv to one", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(to_one))};
@@ -347,8 +345,8 @@ static way_table table_of_norm()
 
 static const limit_field limits_in_order[] = {
     &kvpn_limits::one_shot, &kvpn_limits::two_shot,   &kvpn_limits::norm_one_shot, &kvpn_limits::scatter,
-    &kvpn_limits::gather,   &kvpn_limits::gather_odd, &kvpn_limits::gather_many,   &kvpn_limits::gather_most,
-    &kvpn_limits::parts,    &kvpn_limits::parts_many, &kvpn_limits::parts_uneven,  &kvpn_limits::parts_even};
+    &kvpn_limits::parts,    &kvpn_limits::parts_many, &kvpn_limits::parts_even,    &kvpn_limits::parts_uneven,
+    &kvpn_limits::gather,   &kvpn_limits::gather_odd};
 static_assert(sizeof limits_in_order / sizeof *limits_in_order == sizeof(kvpn_limits) / sizeof(size_t), "all of them");
 
 static void print_limits(const char *whose, const kvpn_limits &limits)

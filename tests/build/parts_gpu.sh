@@ -210,6 +210,12 @@ nccl_programs()
     program 'test_nccl' "$build/test_nccl"
 }
 
+# lacks TEXT FILE
+lacks()
+{
+    [ -f "$2" ] && ! grep -q "$1" "$2"
+}
+
 nccl_cuda()
 {
     if [ -z "$NVCC" ] || ! has "$CXX" || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
@@ -246,6 +252,10 @@ nccl_cuda()
     done
     cell 'what ranks of one GPU have in place of NCCL' $cu tests/nccl/nccl_none.cpp -Xlinker "$build/test_nccl.o" \
         -o "$build/program" -lpthread
+    # In KVPRIM_NO_EXCHANGE's program there are no such kernels.
+    cell 'no_exchange, nvcc' $read $only_ptx $strict tests/build/no_exchange.cu $nccl_link -o "$build/no_exchange"
+    cell 'kernels of parts in test_nccl' grep -q kvpn_parts_kernel "$build/test_nccl_cuda"
+    cell 'none in no_exchange' lacks kvpn_parts_kernel "$build/no_exchange"
     cell 'bench_nccl with every way, nvcc' $read $lto_90 $strict -DBENCH_WAYS -c tests/bench/bench_nccl.cu \
         -o "$build/unit.o"
     # As if this unit had implemented the headers already.
@@ -264,6 +274,7 @@ nccl_cuda()
         tests/profile/profile.cu $nccl_link -o "$build/program"
     group "test_nccl and what runs on GPUs compiled, $NVCC"
     program 'test_nccl, CUDA' "$build/test_nccl_cuda"
+    program 'without kernels that exchange' "$build/no_exchange"
 }
 
 # nccl_here SOURCE...: sets system and libraries, or skips these programs.

@@ -586,8 +586,8 @@ static void check_stream_grid(const kvprim_comm *comm, uint32_t packs)
     kvpn_params p;
     uint32_t blocks = 0, threads = 0;
     memset(&p, 0, sizeof p);
-    p.packs = packs;
-    kvpn_set_stream_grid(comm, &p, &blocks, &threads);
+    p.slice_packs = packs;
+    kvpn_set_grid(comm, &p, kvpn_by_pipeline, &blocks, &threads);
     CHECK(threads >= 32 && threads <= kvpn_pipeline_threads && threads % 32 == 0);
     CHECK(blocks >= 1 && blocks <= comm->blocks && (blocks == comm->blocks || blocks * threads >= packs));
     CHECK((blocks - 1) * threads < packs && p.block_packs == blocks * threads);
@@ -597,12 +597,10 @@ static void check_stream_grid(const kvprim_comm *comm, uint32_t packs)
 /* Whatever the size is, the launch fits the slots. */
 static void check_grids(const kvprim_comm *comm)
 {
-    static const kvpn_way ways[] = {kvpn_by_one_shot, kvpn_by_two_shot,    kvpn_by_scatter,
-                                    kvpn_by_gather,   kvpn_by_gather_many, kvpn_by_gather_most,
-                                    kvpn_by_parts,    kvpn_by_parts_many,  kvpn_by_parts_most};
-    for (int k = 0; k < 9; k++) {
-        const size_t unit = ways[k] == kvpn_by_gather || ways[k] == kvpn_by_parts ? 8 : 16,
-                     most = kvpn_capacity_bytes(comm, ways[k]) / unit;
+    static const kvpn_way ways[] = {kvpn_by_one_shot, kvpn_by_two_shot,   kvpn_by_scatter,
+                                    kvpn_by_parts,    kvpn_by_parts_many, kvpn_by_parts_most};
+    for (int k = 0; k < 6; k++) {
+        const size_t unit = ways[k] == kvpn_by_parts ? 8 : 16, most = kvpn_capacity_bytes(comm, ways[k]) / unit;
         for (size_t words = 1; words <= most; words += words / 50 + 1)
             check_grid(comm, (uint32_t)words, ways[k]);
         check_grid(comm, (uint32_t)most, ways[k]);
@@ -747,9 +745,16 @@ static void test_norm_ways(void)
 static kvpn_way choose_parts(const kvprim_comm *comm, size_t bytes, size_t own)
 {
     const kvpn_extent even = {bytes, bytes, own}, uneven = {bytes, bytes / 2, own};
-    const kvpn_way way = kvpn_choose_parts(comm, even), other = kvpn_choose_parts(comm, uneven);
+    const kvpn_way way = kvpn_choose_parts(comm, false, even), other = kvpn_choose_parts(comm, false, uneven);
     CHECK(way == other || other == kvpn_by_nccl);
     return way;
+}
+
+/* Of an all_gather of so many bytes from each rank. */
+static kvpn_way choose_gather(const kvprim_comm *comm, size_t bytes)
+{
+    const kvpn_extent equal = {bytes, bytes, bytes};
+    return kvpn_choose_parts(comm, true, equal);
 }
 
 /* Which way a call takes: by size and kind, and by the caller's limits. */
@@ -758,13 +763,12 @@ static void test_choices(void)
     for (int world = 2; world <= 8; world++) {
         kvprim_comm comm;
         const kvpn_way sum_of_many = world == 2 ? kvpn_by_pipeline : kvpn_by_two_shot,
-                       part_of_many = world == 2 ? kvpn_by_pipeline_scatter : kvpn_by_scatter;
+                       part_of_many = world == 2 ? kvpn_by_pipeline : kvpn_by_scatter;
         open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
-            const kvpn_way way = kvpn_choose_gather(&comm, bytes);
-            CHECK(way != kvpn_by_gather || bytes <= kvpn_capacity_bytes(&comm, way));
-            CHECK(kvpn_group_of(way) == 0 || bytes % 16 == 0);
-            if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
+            const kvpn_way way = choose_gather(&comm, bytes);
+            CHECK(way != kvpn_by_parts || bytes <= kvpn_capacity_bytes(&comm, way));
+            if (kvpn_choose_sum(&comm, false, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
                 CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
         }
         for (size_t bytes = 0; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1)
@@ -776,46 +780,49 @@ static void test_choices(void)
         CHECK(choose_parts(&comm, 5, (size_t)1 << 40) == kvpn_by_parts_many);
         CHECK(choose_parts(&comm, (size_t)1 << 30, 0) == kvpn_by_nccl);
         CHECK(choose_parts(&comm, SIZE_MAX / 2, 0) == kvpn_by_nccl);
-        CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
-        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
-        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
-        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
+        CHECK(choose_gather(&comm, 1) == kvpn_by_parts);
+        CHECK(choose_gather(&comm, (size_t)1 << 19) == kvpn_by_parts_many);
+        CHECK(choose_gather(&comm, ((size_t)1 << 16) - 1) != kvpn_by_nccl);
+        CHECK(choose_gather(&comm, ((size_t)4 << 20) / (size_t)world + 1) == kvpn_by_nccl); /* odd */
+        CHECK(choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, false, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
         for (int t = KVPRIM_U8; t <= KVPRIM_F8E5M2; t++)
             for (int op = KVPRIM_SUM; op <= KVPRIM_AVG; op++) {
                 const bool own = op != KVPRIM_PROD && (t == KVPRIM_F16 || t == KVPRIM_BF16 || t == KVPRIM_F32 ||
                                                        t == KVPRIM_F8E4M3 || t == KVPRIM_F8E5M2);
-                CHECK((kvpn_choose(&comm, 8, (kvprim_dtype)t, op) == kvpn_by_one_shot) == own);
-                CHECK((kvpn_choose_scatter(&comm, 8, (kvprim_dtype)t, op) == kvpn_by_scatter) == own);
+                CHECK((kvpn_choose_sum(&comm, false, 8, (kvprim_dtype)t, op) == kvpn_by_one_shot) == own);
+                CHECK((kvpn_choose_sum(&comm, true, 8, (kvprim_dtype)t, op) == kvpn_by_scatter) == own);
             }
-        CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
-        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
-        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, true, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_sum(&comm, true, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, false, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         for (int link = kvpn_nvlink; world == 2 && link <= kvpn_pcie; link++) { /* what is measured on NVLink */
             comm.link = link;
-            CHECK(kvpn_choose(&comm, (size_t)8 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
-            CHECK((kvpn_choose(&comm, (size_t)9 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl) == (link == kvpn_pcie));
-            CHECK((kvpn_choose_gather(&comm, (size_t)3 << 20) == kvpn_by_nccl) == (link == kvpn_pcie));
+            CHECK(kvpn_choose_sum(&comm, false, (size_t)8 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
+            CHECK((kvpn_choose_sum(&comm, false, (size_t)9 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl) ==
+                  (link == kvpn_pcie));
+            CHECK((choose_gather(&comm, (size_t)3 << 20) == kvpn_by_nccl) == (link == kvpn_pcie));
         }
         comm.link = 0;
         comm.all_reduce_limit = 1024, comm.reduce_scatter_limit = 1024, comm.all_gather_limit = 1024;
-        CHECK(kvpn_choose(&comm, 1024, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
-        CHECK(kvpn_choose(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
-        CHECK(kvpn_choose_scatter(&comm, 1024 / (size_t)world, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
-        CHECK(kvpn_choose_scatter(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
-        CHECK(kvpn_choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_gather);
-        CHECK(kvpn_choose_gather(&comm, 1024) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, false, 1024, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
+        CHECK(kvpn_choose_sum(&comm, false, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, true, 1024 / (size_t)world, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_sum(&comm, true, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_parts);
+        CHECK(choose_gather(&comm, 1024) == kvpn_by_nccl);
         CHECK(choose_parts(&comm, 1024 / (size_t)world, 5) == kvpn_by_parts);
         CHECK(choose_parts(&comm, 1024, 5) == kvpn_by_nccl);
         comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
-        CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
-        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
-        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 40) == kvpn_by_gather_most);
+        CHECK(kvpn_choose_sum(&comm, false, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
+        CHECK(kvpn_choose_sum(&comm, true, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
+        CHECK(choose_gather(&comm, (size_t)1 << 40) == kvpn_by_parts_most);
         CHECK(choose_parts(&comm, (size_t)1 << 40, 5) == kvpn_by_parts_most);
         comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
-        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
-        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
+        CHECK(kvpn_choose_sum(&comm, false, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
+        CHECK(kvpn_choose_sum(&comm, true, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
         comm.peer[0] = NULL;
-        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_sum(&comm, false, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
     }
 }
 

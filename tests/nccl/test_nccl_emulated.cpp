@@ -16,9 +16,6 @@ enum kind {
     one_shot,
     two_shot,
     scatter,
-    gather,
-    gather_many,
-    gather_most,
     parts,
     parts_many,
     parts_most,
@@ -27,9 +24,10 @@ enum kind {
     kinds
 };
 
-/* Which parts an exchange has: the same of all; the same from a rank to all others, as all_gatherv has them; different
-   ones, half of them whole packs; none from and none to one rank; none except those that stay. */
-enum shape { equal, to_all, different, whole_packs, one_silent, only_own, shapes };
+/* Which parts an exchange has: the same of all; the same of all from one place, as all_gather has them; the same from a
+   rank to all others, as all_gatherv has them; different ones, half of them whole packs; none from and none to one rank;
+   none except those that stay. */
+enum shape { equal, gathered, to_all, different, whole_packs, one_silent, only_own, shapes };
 
 /* A call. Every rank derives it from its number alone; only places differ by rank. */
 struct call {
@@ -42,12 +40,6 @@ struct call {
     kvprim_op op;
 };
 
-/* Whether its kernel is of kvpn_any. */
-static bool is_any(const call &c)
-{
-    return c.op != KVPRIM_SUM || (c.type != KVPRIM_F32 && c.type != KVPRIM_BF16);
-}
-
 static bool is_pipeline(kind what)
 {
     return what == pipeline || what == pipeline_scatter;
@@ -58,9 +50,10 @@ static bool scatters(kind what)
     return what == scatter || what == pipeline_scatter;
 }
 
-static bool gathers(kind what)
+/* Every part of a rank is what it passes to the call. */
+static bool gathers(shape parts)
 {
-    return what == gather || what == gather_many || what == gather_most;
+    return parts == gathered || parts == to_all;
 }
 
 static bool exchanges(kind what)
@@ -73,7 +66,7 @@ static size_t part_of(const call &c, uint32_t from, uint32_t to)
 {
     const uint64_t h = hash_u64(c.number * 97 + from * 8 + (c.parts_shape == to_all ? 0 : to));
     const uint32_t silent = c.number % 3;
-    if (c.parts_shape == equal)
+    if (c.parts_shape == equal || c.parts_shape == gathered)
         return c.count;
     if (c.parts_shape == only_own && from != to)
         return 0;
@@ -121,31 +114,28 @@ static call call_of(uint64_t number, uint32_t world)
     static const kvprim_dtype types[] = {KVPRIM_F32, KVPRIM_BF16, KVPRIM_F8E4M3, KVPRIM_F8E5M2};
     static const kvprim_op ops[] = {KVPRIM_SUM, KVPRIM_SUM, KVPRIM_AVG, KVPRIM_MAX, KVPRIM_MIN};
     c.type = types[hash_u64(h) % 4], c.op = ops[hash_u64(h) / 4 % 5];
-    c.element = gathers(c.what) ? 1 : static_cast<size_t>(format_of(c.type).bytes);
+    c.element = static_cast<size_t>(format_of(c.type).bytes);
     const size_t most = static_cast<size_t>(c.what == two_shot    ? most_bytes * static_cast<int>(world)
-                                            : c.what == gather    ? most_bytes / 2
                                             : is_pipeline(c.what) ? static_cast<int>(most_pipeline_bytes)
                                                                   : static_cast<int>(most_bytes)) /
                         c.element;
     c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
-    const bool groups = c.what == gather_many || c.what == gather_most;
-    if (groups || h >> 41 & 1) /* only whole packs */
+    if (h >> 41 & 1) /* only whole packs */
         c.count = std::min(most, c.count + 15) / (16 / c.element) * (16 / c.element);
-    c.pitch = c.count * c.element + (h >> 42) % 3 * (groups ? 16 : 4);
-    const size_t unit = c.what == gather ? 8 : 16;
-    const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
+    c.pitch = c.count * c.element + (h >> 42) % 3 * 4;
+    const uint32_t words = static_cast<uint32_t>((c.count * c.element + 15) / 16);
     const uint32_t slice = c.what == two_shot ? (words + world - 1) / world : words;
     const uint32_t least =
         std::min((slice + blocks - 1) / blocks, static_cast<uint32_t>(block_slots)); /* a pipeline's is more */
     c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
     c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
-    c.threads = 1 + static_cast<uint32_t>(h >> 56) % (groups ? 4 : 8); /* with groups, there are slots for 4 */
+    c.threads = 1 + static_cast<uint32_t>(h >> 56) % 8;
     if (is_pipeline(c.what)) { /* blocks take packs in turn, and there are slots for 6 threads, or twice for 3 */
         c.threads = 1 + static_cast<uint32_t>(h >> 56) % 6;
         c.used_blocks = std::min(1 + static_cast<uint32_t>(h >> 48) % blocks, (slice + c.threads - 1) / c.threads);
         c.block_packs = c.used_blocks * c.threads;
     }
-    c.roles = groups ? world : 1;
+    c.roles = 1;
     return c;
 }
 
@@ -175,7 +165,7 @@ static std::vector<size_t> begins_of(const call &c, uint32_t world, uint32_t ran
     std::vector<size_t> begins(world + 1);
     for (uint32_t r = 0; r < world; r++)
         begins[r + 1] = begins[r] + (sends ? part_of(c, rank, r) : part_of(c, r, rank));
-    if (sends && c.parts_shape == to_all)
+    if (sends && gathers(c.parts_shape))
         begins.assign(world, 0), begins.push_back(part_of(c, rank, 0));
     return begins;
 }
@@ -194,16 +184,8 @@ static bool has_all_parts(const call &c, uint32_t world, uint32_t rank, const un
 
 static bool is_right(const call &c, uint32_t world, uint32_t rank, const unsigned char *got)
 {
-    const size_t bytes = c.count * c.element;
     if (exchanges(c.what))
         return has_all_parts(c, world, rank, got);
-    if (gathers(c.what)) {
-        for (uint32_t r = 0; r < world; r++)
-            for (size_t b = 0; b < bytes; b++)
-                if (got[r * c.pitch + b] != input_byte(c, r, b))
-                    return false;
-        return true;
-    }
     const float_format f = format_of(c.type);
     for (size_t e = 0; e < c.count; e++) {
         uint32_t in[8] = {}, is = 0;
@@ -251,48 +233,40 @@ template <class Way, class Params> static void run_kernel(const Params &p, const
     end_kernel();
 }
 
-template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
+template <class T, int max_ranks> static void run_reduction(const kvpn_params &p, const call &c)
 {
     if constexpr (max_ranks == 2) {
-        if (c.what == pipeline)
-            return run_kernel<kvpn_pipeline_sum<T, 2, whole>>(p, c);
-        if (c.what == pipeline_scatter)
-            return run_kernel<kvpn_pipeline_scatter<T, 2, whole>>(p, c);
+        if (is_pipeline(c.what))
+            return run_kernel<kvpn_pipeline<T, 2>>(p, c);
     }
     if (c.what == one_shot)
-        run_kernel<kvpn_one_shot<T, max_ranks, whole>>(p, c);
+        run_kernel<kvpn_one_shot<T, max_ranks>>(p, c);
     else if (c.what == two_shot)
-        run_kernel<kvpn_two_shot<T, max_ranks, whole>>(p, c);
+        run_kernel<kvpn_two_shot<T, max_ranks>>(p, c);
     else
-        run_kernel<kvpn_scatter<T, max_ranks, whole>>(p, c);
+        run_kernel<kvpn_scatter<T, max_ranks>>(p, c);
 }
 
-template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, const call &c)
+template <int max_ranks> static void run_call(const kvpn_params &p, const call &c, bool whole)
 {
-    if (c.what == gather)
-        run_kernel<kvpn_gather_all<kvpn_f32, max_ranks, whole>>(p, c);
-    else if (c.what == gather_many)
-        run_kernel<kvpn_gather_many<kvpn_f32, max_ranks, whole>>(p, c);
-    else if (c.what == gather_most)
-        run_kernel<kvpn_gather_most<kvpn_f32, max_ranks, whole>>(p, c);
-    else if (c.type == KVPRIM_F32 && c.op == KVPRIM_SUM)
-        run_reduction<kvpn_f32, max_ranks, whole>(p, c);
-    else if (c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
-        run_reduction<kvpn_bf16, max_ranks, whole>(p, c);
+    if (whole && c.type == KVPRIM_F32 && c.op == KVPRIM_SUM)
+        run_reduction<kvpn_f32, max_ranks>(p, c);
+    else if (whole && c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
+        run_reduction<kvpn_bf16, max_ranks>(p, c);
     else
-        run_reduction<kvpn_any, max_ranks, whole>(p, c);
+        run_reduction<kvpn_any, max_ranks>(p, c);
 }
 
 template <bool whole> static void run_exchange(const kvpn_parts_params &p, const call &c)
 {
     if (c.what == parts && p.world == 2)
-        run_kernel<kvpn_parts_pair<whole>>(p, c);
+        run_kernel<kvpn_parts_slots<true, whole>>(p, c);
     else if (c.what == parts)
-        run_kernel<kvpn_parts_few<whole>>(p, c);
+        run_kernel<kvpn_parts_slots<false, whole>>(p, c);
     else if (c.what == parts_many)
-        run_kernel<kvpn_parts_many<whole>>(p, c);
+        run_kernel<kvpn_parts_groups<kvpn_group, whole>>(p, c);
     else
-        run_kernel<kvpn_parts_most<whole>>(p, c);
+        run_kernel<kvpn_parts_groups<kvpn_large_group, whole>>(p, c);
 }
 
 /* Where a rank's send and recv lie: in place or apart, aligned or not. */
@@ -307,24 +281,16 @@ static places places_of(const call &c, uint32_t world, uint32_t rank, unsigned c
     if (exchanges(c.what)) {
         const std::vector<size_t> sent = begins_of(c, world, rank, true), received = begins_of(c, world, rank, false);
         places p = {a + (h & 2 ? h / 8 % 16 : 0), b + (h & 4 ? h / 128 % 16 : 0), sent[world], received[world]};
-        if (h & 1 && c.parts_shape == to_all)
+        if (h & 1 && gathers(c.parts_shape))
             p.send = p.recv + received[rank];
         return p;
     }
     const size_t bytes = c.count * c.element, parts = (world - 1) * c.pitch + bytes;
     places p = {a + (h & 2 ? h / 8 % 8 * c.element : 0), b + (h & 4 ? h / 64 % 8 * c.element : 0),
-                scatters(c.what) ? parts : bytes, gathers(c.what) ? parts : bytes};
-    if (h & 1 && gathers(c.what))
-        p.send = p.recv + rank * c.pitch;
-    else if (h & 1)
+                scatters(c.what) ? parts : bytes, bytes};
+    if (h & 1)
         p.recv = p.send + (scatters(c.what) ? rank * c.pitch : 0);
     return p;
-}
-
-/* Whether byte b of recv belongs to the result, and not to a gap or to what follows it. */
-static bool is_result(const call &c, const places &at, size_t b)
-{
-    return b < at.recv_bytes && (!gathers(c.what) || b % c.pitch < c.count * c.element);
 }
 
 static void run_parts(job &j, uint32_t rank, const call &c, const places &at, const kvpn_params &shared)
@@ -333,6 +299,7 @@ static void run_parts(job &j, uint32_t rank, const call &c, const places &at, co
     kvpn_parts_params p = {};
     static_cast<kvpn_params &>(p) = shared;
     p.slice_packs = static_cast<uint32_t>(c.pitch), p.blocks = c.used_blocks;
+    const size_t unit = c.what == parts ? 8 : 16;
     bool whole = true;
     for (uint32_t k = 0; k < j.world; k++) {
         const uint32_t peer = (rank + k) % j.world;
@@ -340,7 +307,7 @@ static void run_parts(job &j, uint32_t rank, const call &c, const places &at, co
         p.parts[k].from = {reinterpret_cast<char *>(at.recv) + from[peer],
                            static_cast<uint32_t>(part_of(c, peer, rank))};
         for (const kvpn_part &part : {p.parts[k].to, p.parts[k].from})
-            whole = whole && (part.bytes == 0 || (reinterpret_cast<uintptr_t>(part.at) | part.bytes) % 16 == 0);
+            whole = whole && (part.bytes == 0 || (reinterpret_cast<uintptr_t>(part.at) | part.bytes) % unit == 0);
     }
     if (whole)
         run_exchange<true>(p, c);
@@ -354,7 +321,7 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     /* room: for parts of 8 ranks, or 2 of most_pipeline_bytes */
     enum { room = (most_bytes + 32) * 12 + 96, guard_bytes = 16 };
     alignas(16) static thread_local unsigned char memory[2][room], before[room];
-    const size_t unit = c.what == gather ? 8 : 16, bytes = c.count * c.element;
+    const size_t bytes = c.count * c.element;
     const places at = places_of(c, j.world, rank, memory[0], memory[1]);
     kvpn_params p = {};
     memset(at.recv, 0xa5, at.recv_bytes + guard_bytes);
@@ -363,8 +330,8 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
         at.send[b] = input_byte(c, rank, b);
     memcpy(before, at.recv, at.recv_bytes + guard_bytes);
     set_ranks(p, j, rank, block_slots);
-    p.send = at.send, p.recv = at.recv, p.count = is_any(c) ? bytes : c.count, p.pitch = c.pitch;
-    p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
+    p.send = at.send, p.recv = at.recv, p.count = bytes, p.pitch = c.what == pipeline ? 0 : c.pitch;
+    p.packs = static_cast<uint32_t>((bytes + 15) / 16);
     p.what = c.op == KVPRIM_SUM   ? kvpn_sums
              : c.op == KVPRIM_AVG ? kvpn_averages
              : c.op == KVPRIM_MAX ? kvpn_takes_largest
@@ -377,16 +344,15 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs;
-    p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % unit == 0 && (!scatters(c.what) || c.pitch % unit == 0);
-    p.recv_aligned = reinterpret_cast<uintptr_t>(at.recv) % unit == 0 && (!gathers(c.what) || c.pitch % unit == 0);
+    const size_t pitch = scatters(c.what) ? c.pitch : 0;
     if (exchanges(c.what))
         run_parts(j, rank, c, at, p);
-    else if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
-        run_call<max_ranks, true>(p, c);
     else
-        run_call<max_ranks, false>(p, c);
+        run_call<max_ranks>(
+            p, c,
+            (reinterpret_cast<uintptr_t>(at.send) | reinterpret_cast<uintptr_t>(at.recv) | pitch | bytes) % 16 == 0);
     for (size_t b = 0; b < at.recv_bytes + guard_bytes; b++)
-        if (!is_result(c, at, b) && at.recv[b] != before[b])
+        if (b >= at.recv_bytes && at.recv[b] != before[b])
             return false;
     return is_right(c, j.world, rank, at.recv);
 }

@@ -437,8 +437,8 @@ static double describe_all_reduce(const char *name, int64_t count)
 #ifdef KVPRIM_NCCL_KERNELS
     int blocks;
     cudaFuncAttributes kernel;
-    const kvpn_way way = kvpn_choose(&comm, (size_t)count * 2, KVPRIM_BF16, KVPRIM_SUM);
-    const void *const function = (const void *)kvpn_pick(way, KVPRIM_BF16, comm.world, true);
+    const kvpn_way way = kvpn_choose_sum(&comm, false, (size_t)count * 2, KVPRIM_BF16, KVPRIM_SUM);
+    const void *const function = kvpn_kernel_of(way, KVPRIM_BF16, comm.world, true);
     CUDA(cudaFuncGetAttributes(&kernel, function));
     CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kvpn_max_threads, 0));
     if (comm.rank == 0)

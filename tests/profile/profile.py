@@ -138,10 +138,9 @@ MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+L8kvpc_fit[0134]E', 'gather'),
               (r'kvpc_store_kernelI(Lj\d+E)+L8kvpc_fit[0134]E', 'store'),
               (r'kvpc_(move(_few)?|lines)_kernel', 'transfer'),
               (r'kvpc_unpack_kernelI[^E]*ELb1E', 'unpack'),
-              (r'kvpn_kernelI1[37]kvpn_(one_shot|two_shot|pipeline_sum)[^E]*ELb1E', 'all_reduce'),
-              (r'kvpn_kernelI(12|21)kvpn_(pipeline_)?scatter[^E]*ELb1E', 'scatter'),
-              (r'kvpn_kernelI16kvpn_gather_many[^E]*ELb1E', 'gather_many'),
-              (r'kvpn_parts_kernelI15kvpn_parts_m(any|ost)Lb1E', 'parts')]
+              (r'kvpn_kernelI13kvpn_(one_shot|two_shot|pipeline)\d+kvpn_b?f\d', 'all_reduce'),
+              (r'kvpn_kernelI12kvpn_scatter\d+kvpn_b?f\d', 'scatter'),
+              (r'kvpn_parts_kernelI17kvpn_parts_groupsILi\d+ELb1E', 'parts')]
 # The benchmark's opponents. Nothing but their order of loads and stores is checked, and that nothing spills.
 OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
              (r'mini_store_kernelI', 'mini store'),
