@@ -1012,8 +1012,8 @@ struct kvpn_e5m2 {
 };
 
 /* The kernel's parameters say which of these types it is, and what to do with it. */
-struct kvpn_any {
-    enum { per_word = 4, whole = 0 };
+template <bool aligned> struct kvpn_any {
+    enum { per_word = 4, whole = aligned };
 };
 
 /* Loads the first `left` units at `from` as `words` words, with zeros after them. */
@@ -1215,7 +1215,7 @@ template <class T, int max_ranks> struct kvpn_reduction {
     }
 };
 
-template <int max_ranks> struct kvpn_reduction<kvpn_any, max_ranks> {
+template <bool aligned, int max_ranks> struct kvpn_reduction<kvpn_any<aligned>, max_ranks> {
     /* Rolled, where unrolled words would need too many registers (fp8 without conversions in PTX) or instructions. */
     enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1 };
 
@@ -1483,6 +1483,34 @@ template <class T, int max_ranks> struct kvpn_scatter : kvpn_pack_by_pack<kvpn_s
     }
 };
 
+/* all_gather of few bytes. Every rank sends its `count` bytes to every other rank, 8 to a slot. T says only whether
+   tensors are whole. */
+template <class T, int max_ranks> struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks>> {
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
+    {
+        const uint2 v = kvpn_load_pack<uint2, T::whole>(p.send, p.count, me.block * p.block_packs + j);
+        kvpn_take_turn(p, me, j);
+        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
+    }
+
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
+    {
+        const uint32_t at = me.block * p.block_packs + j, others = kvpn_other_ranks(p);
+        char *const to = (char *)p.recv, *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
+        uint4 v[max_ranks] = {};
+        kvpn_store_pack<uint2, T::whole>(to + p.rank * p.pitch, p.count, at,
+                                         kvpn_load_pack<uint2, T::whole>(p.send, p.count, at));
+        if (!kvpn_wait_for_slots<max_ranks, true>(p, me, slots, p.sender_bytes, others, -1, v))
+            return false;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < max_ranks; r++)
+            if (others >> r & 1)
+                kvpn_store_pack<uint2, T::whole>(to + r * p.pitch, p.count, at, uint2{v[r].x, v[r].z});
+        kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
+        return true;
+    }
+};
+
 /* Pipeline: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
    than two shots do, and no second half waits for the first.) So is reduce_scatter; of an all_reduce p.pitch is 0.
 
@@ -1502,7 +1530,12 @@ template <class T, int max_ranks> struct kvpn_pipeline {
     enum { threads = kvpn_pipeline_threads, turn_last = 0 };
     /* Packs of a piece, and pieces of a step. Two packs keep as much under way as two shots do; what kvpn_any does with
        8 of them would be 70 KB of code. */
-    enum { packs = T::whole ? (int)kvpn_pipeline_packs : 2, pieces = kvpn_pipeline_packs / packs };
+    enum {
+        packs = !T::whole          ? 2
+                : T::per_word == 4 ? 4
+                                   : (int)kvpn_pipeline_packs,
+        pieces = kvpn_pipeline_packs / packs
+    };
 
     /* Places in each row of slots: of an area, from a sender. */
     KVPRIM_NCCL_DEVICE uint32_t places_of_row(const kvpn_params &p, const kvpn_thread &me)
@@ -1713,12 +1746,24 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
 }
 
 /* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the group
-   were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. Each thread's slots lie as
-   far apart as a role has threads, and its groups alternate between the areas.
+   were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. In a gather of more than
+   two ranks role 0 sends to all, and role k receives from the rank k further on: roles have more threads. Each thread's
+   slots lie as far apart as a role has threads, and its groups alternate between the areas.
    A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
    than one of 4 for 512 KB, and 8 % less for 64 MB. */
-template <int group, bool whole> struct kvpn_parts_groups {
+template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
     enum { turn_last = 1, slots = group + 1 };
+
+    /* How many ranks further on the one is that a thread's role sends to or receives from; 0: it sends to all. */
+    KVPRIM_NCCL_DEVICE uint32_t peer_of(const kvpn_thread &me)
+    {
+        return gathers ? me.role : me.role / 2 + 1;
+    }
+
+    KVPRIM_NCCL_DEVICE bool sends(const kvpn_thread &me)
+    {
+        return gathers ? me.role == 0 : me.role % 2 == 0;
+    }
 
     /* Where slot k of the thread's group number `round` lies that rank `from` fills. */
     KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from, uint32_t round,
@@ -1740,8 +1785,19 @@ template <int group, bool whole> struct kvpn_parts_groups {
         return all <= first ? 0 : all - first < most ? all - first : most;
     }
 
-    KVPRIM_NCCL_DEVICE void send(const kvpn_parts_params &p, kvpn_thread &me, const kvpn_part &part, char *to)
+    KVPRIM_NCCL_DEVICE void store(const kvpn_parts_params &p, const kvpn_thread &me, uint32_t round, uint32_t k,
+                                  uint4 v)
     {
+        const uint32_t at = send_offset(p, me, round, k);
+        if (gathers)
+            kvpn_store_to_peers<kvpn_max_world>(p, at, v);
+        else
+            kvpn_store_slot(p.peer[peer_of(me)] + at, v);
+    }
+
+    KVPRIM_NCCL_DEVICE void send(const kvpn_parts_params &p, kvpn_thread &me)
+    {
+        const kvpn_part &part = p.parts[gathers ? 1 : peer_of(me)].to; /* a gather's are all the same */
         const uint32_t first = me.block * p.block_packs, packs = packs_of(part, first, kvpn_packs_of_block(p, me));
         for (uint32_t j = me.thread, round = 0; j < packs || j == 0; j += group * me.threads, round++) {
             uint4 v[group];
@@ -1754,28 +1810,28 @@ template <int group, bool whole> struct kvpn_parts_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs) {
-                    kvpn_store_slot(to + send_offset(p, me, round, k), kvpn_replace_empty(v[k]));
+                    store(p, me, round, k, kvpn_replace_empty(v[k]));
                     ones |= kvpn_ones_of(v[k]) << 4 * k;
                 }
-            kvpn_store_slot(to + send_offset(p, me, round, group), uint4{ones, 0, 0, 0});
+            store(p, me, round, group, uint4{ones, 0, 0, 0});
         }
     }
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_parts_params &p, kvpn_thread &me)
     {
-        const uint32_t roles = p.world - 1, k = me.role / 2;
-        if (me.role % 2 == 0)
-            return send(p, me, p.parts[k + 1].to, p.peer[k + 1]);
+        const uint32_t others = p.world - 1, k = peer_of(me) - 1;
+        if (sends(me))
+            return send(p, me);
         kvpn_take_turn(p, me, me.thread);
-        kvpn_copy_own_part<whole>(p, (me.block * roles + k) * me.threads + me.thread, p.blocks * roles * me.threads);
+        kvpn_copy_own_part<whole>(p, (me.block * others + k) * me.threads + me.thread, p.blocks * others * me.threads);
     }
 
     KVPRIM_NCCL_DEVICE void complete(const kvpn_parts_params &p, kvpn_thread &me)
     {
-        const kvpn_part &part = p.parts[me.role / 2 + 1].from;
+        const kvpn_part &part = p.parts[peer_of(me)].from;
         const uint32_t first = me.block * p.block_packs, packs = packs_of(part, first, kvpn_packs_of_block(p, me));
-        const uint32_t from = kvpn_peer_rank(p, me.role / 2 + 1);
-        for (uint32_t j = me.thread, round = 0; me.role % 2 && me.stop_reason == 0 && (j < packs || j == 0);
+        const uint32_t from = kvpn_peer_rank(p, peer_of(me));
+        for (uint32_t j = me.thread, round = 0; !sends(me) && me.stop_reason == 0 && (j < packs || j == 0);
              j += group * me.threads, round++) {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
@@ -3447,8 +3503,8 @@ static void kvpn_register_window(kvpn_init_task *task)
 
    Which way a collective takes, and which kernel that is. The first row that fits decides. Sizes are compared with
    kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the kernel
-   alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack, otherwise
-   kvpn_any, which also does the other reductions. ranks: the world, rounded up to 2, 4 or 8.
+   alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack. Other
+   reductions and other tensors take kvpn_any. ranks: the world, rounded up to 2, 4 or 8.
 
        own kernels are off, or there is none for the type or the op     NCCL
        more bytes than the limit, not deterministic                     NCCL
@@ -3457,6 +3513,7 @@ static void kvpn_register_window(kvpn_init_task *task)
                                                                         kvpn_kernel<kvpn_two_shot, T, ranks>
        reduce_scatter  of many bytes, between two ranks                 kvpn_kernel<kvpn_pipeline, T, 2>
                                                                         kvpn_kernel<kvpn_scatter, T, ranks>
+       all_gather      of few bytes                                     kvpn_kernel<kvpn_gather_all, ..., ranks>
        all_gather, all_gatherv, all_to_all, all_to_allv
                        of few bytes                                     kvpn_parts_kernel<kvpn_parts_slots<...>>
                        of many                                          kvpn_parts_kernel<kvpn_parts_groups<4, ...>>
@@ -3469,21 +3526,26 @@ typedef enum kvpn_way {
     kvpn_by_two_shot,
     kvpn_by_scatter,
     kvpn_by_pipeline,
-    kvpn_by_parts, /* these last */
+    kvpn_by_gather, /* these last */
+    kvpn_by_parts,
     kvpn_by_parts_many,
-    kvpn_by_parts_most
+    kvpn_by_parts_most,
+    kvpn_by_gather_many,
+    kvpn_by_gather_most
 } kvpn_way;
 
 /* Packs in a group of this way; 0: it has no groups. */
 static uint32_t kvpn_group_of(kvpn_way way)
 {
-    return way == kvpn_by_parts_many ? kvpn_group : way == kvpn_by_parts_most ? kvpn_large_group : 0;
+    return way == kvpn_by_parts_many || way == kvpn_by_gather_many   ? kvpn_group
+           : way == kvpn_by_parts_most || way == kvpn_by_gather_most ? kvpn_large_group
+                                                                     : 0;
 }
 
 static uint32_t kvpn_roles_of(kvpn_way way, int world)
 {
     const uint32_t others = (uint32_t)world - 1;
-    return way == kvpn_by_parts ? others : way > kvpn_by_parts ? 2 * others : 1;
+    return way < kvpn_by_parts ? 1 : way == kvpn_by_parts ? others : way > kvpn_by_parts_most ? others + 1 : 2 * others;
 }
 
 /* Per role of a block, which has slots in each area for all of a group's packs. */
@@ -3504,7 +3566,7 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
         return (size_t)16 * comm->blocks * 2 * (comm->block_slots / of_group) * in_group;
     return way == kvpn_by_two_shot   ? slots * (size_t)comm->world
            : way == kvpn_by_pipeline ? (size_t)1 << 34 /* so that packs have numbers of 32 bits */
-           : way == kvpn_by_parts    ? slots / 2
+           : way >= kvpn_by_gather   ? slots / 2
                                      : slots;
 }
 
@@ -3520,6 +3582,10 @@ typedef struct kvpn_limits {
        equal ones that are no multiple of 16 */
     size_t parts, parts_many, parts_even, parts_uneven, gather, gather_odd;
 } kvpn_limits;
+
+enum {
+    kvpn_few_gathered = 256 << 10
+}; /* bytes that a rank receives by kvpn_gather_all, at most: of 2, 4 and 8 ranks */
 
 static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {
@@ -3587,38 +3653,60 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_ex
 {
     const kvpn_limits limits = kvpn_limits_of(comm);
     const size_t world = (size_t)comm->world, few = e.own > e.largest ? e.own : e.largest;
+    const bool takes_slots = few <= kvpn_capacity_bytes(comm, kvpn_by_parts);
     const size_t most = e.largest != e.smallest ? limits.parts_uneven
                         : !gathers              ? limits.parts_even
                         : e.largest % 16 == 0   ? limits.gather
                                                 : limits.gather_odd;
     if (!comm->peer[0] || !kvpn_exchanges || e.largest > most / world)
         return kvpn_by_nccl;
-    return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
-           : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
-                                                                                          : kvpn_by_parts_most;
+    if (gathers && takes_slots && few == e.smallest && few <= kvpn_few_gathered / world)
+        return kvpn_by_gather;
+    if (takes_slots && few <= limits.parts / world)
+        return kvpn_by_parts;
+    if (gathers && world > 2)
+        return e.largest <= limits.parts_many / world ? kvpn_by_gather_many : kvpn_by_gather_most;
+    return e.largest <= limits.parts_many / world ? kvpn_by_parts_many : kvpn_by_parts_most;
 }
 
 /* dtype: KVPRIM_U8 stands for kvpn_any. */
-template <template <class, int> class Way, int max_ranks> static const void *kvpn_pick(kvprim_dtype dtype)
+template <template <class, int> class Way, int max_ranks> static const void *kvpn_pick(kvprim_dtype dtype, bool whole)
 {
-    return dtype == KVPRIM_F32    ? (const void *)kvpn_kernel<Way, kvpn_f32, max_ranks>
+    return !whole                 ? (const void *)kvpn_kernel<Way, kvpn_any<false>, max_ranks>
+           : dtype == KVPRIM_F32  ? (const void *)kvpn_kernel<Way, kvpn_f32, max_ranks>
            : dtype == KVPRIM_BF16 ? (const void *)kvpn_kernel<Way, kvpn_bf16, max_ranks>
            : dtype == KVPRIM_F16  ? (const void *)kvpn_kernel<Way, kvpn_f16, max_ranks>
-                                  : (const void *)kvpn_kernel<Way, kvpn_any, max_ranks>;
+                                  : (const void *)kvpn_kernel<Way, kvpn_any<true>, max_ranks>;
 }
 
-template <template <class, int> class Way> static const void *kvpn_pick(kvprim_dtype dtype, int world)
+template <template <class, int> class Way> static const void *kvpn_pick(kvprim_dtype dtype, int world, bool whole)
 {
-    return world == 2 ? kvpn_pick<Way, 2>(dtype) : world <= 4 ? kvpn_pick<Way, 4>(dtype) : kvpn_pick<Way, 8>(dtype);
+    return world == 2   ? kvpn_pick<Way, 2>(dtype, whole)
+           : world <= 4 ? kvpn_pick<Way, 4>(dtype, whole)
+                        : kvpn_pick<Way, 8>(dtype, whole);
 }
 
 #ifndef KVPRIM_NO_EXCHANGE
-template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world)
+template <class T> static const void *kvpn_pick_parts(kvpn_way way, int world)
 {
-    return way == kvpn_by_parts_many   ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<kvpn_group, whole>>
-           : way == kvpn_by_parts_most ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<kvpn_large_group, whole>>
-           : world == 2                ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, whole>>
-                                       : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, whole>>;
+    enum { many = kvpn_group, most = kvpn_large_group };
+    switch (way) {
+    case kvpn_by_gather:
+        return world == 2   ? (const void *)kvpn_kernel<kvpn_gather_all, T, 2>
+               : world <= 4 ? (const void *)kvpn_kernel<kvpn_gather_all, T, 4>
+                            : (const void *)kvpn_kernel<kvpn_gather_all, T, 8>;
+    case kvpn_by_parts:
+        return world == 2 ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, T::whole>>
+                          : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, T::whole>>;
+    case kvpn_by_parts_many:
+        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<many, false, T::whole>>;
+    case kvpn_by_parts_most:
+        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<most, false, T::whole>>;
+    case kvpn_by_gather_many:
+        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<many, true, T::whole>>;
+    default:
+        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<most, true, T::whole>>;
+    }
 }
 #endif
 
@@ -3626,14 +3714,13 @@ template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world
 static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
 #ifndef KVPRIM_NO_EXCHANGE
-    if (way >= kvpn_by_parts)
-        return whole ? kvpn_pick_parts<true>(way, world) : kvpn_pick_parts<false>(way, world);
+    if (way >= kvpn_by_gather)
+        return whole ? kvpn_pick_parts<kvpn_any<true>>(way, world) : kvpn_pick_parts<kvpn_any<false>>(way, world);
 #endif
-    dtype = whole ? dtype : KVPRIM_U8;
-    return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2>(dtype)
-           : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world)
-           : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world)
-                                     : kvpn_pick<kvpn_two_shot>(dtype, world);
+    return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2>(dtype, whole)
+           : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
+           : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
+                                     : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
 /* >>impl_load ------------------------------------------------------------------------------------------------------ */
@@ -3710,7 +3797,7 @@ static void kvpn_load_kernels(kvpn_init_task *task)
     const int world = task->comm.world;
     bool loaded = true;
     task->kernels_wait = true;
-    for (int way = kvpn_by_one_shot; way <= kvpn_by_parts_most; way++)
+    for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
         for (int k = 0; k < 8; k++)
             loaded = loaded && kvpn_load_kernel(task, kvpn_kernel_of((kvpn_way)way, types[k / 2], world, k % 2 == 1));
 #ifndef KVPRIM_NO_NORM
@@ -4648,6 +4735,21 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
     return all % pack == 0;
 }
 
+/* The few bytes of kvpn_by_gather. */
+static kvprim_status kvpn_launch_gather(const kvpn_call *c, size_t bytes)
+{
+    kvpn_params p = {};
+    uint32_t blocks, threads;
+    kvpn_set_ranks(c->comm, &p);
+    p.send = c->send, p.recv = c->recv;
+    p.count = p.pitch = bytes;
+    p.packs = p.slice_packs = (uint32_t)((bytes + 7) / 8);
+    kvpn_set_grid(c->comm, &p, kvpn_by_gather, &blocks, &threads);
+    const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | bytes) % 8 == 0;
+    return kvpn_launch_kernel(c, kvpn_kernel_of(kvpn_by_gather, KVPRIM_U8, c->comm->world, whole), blocks,
+                              dim3(threads), &p);
+}
+
 enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
 
 /* In as many chunks as the largest part takes, also where this rank's parts are smaller. What stays on the rank is
@@ -4663,6 +4765,8 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
                  own_step = (e.own + 128 * chunks - 1) / (128 * chunks) * 128,
                  own = own_step < e.own ? own_step : e.own;
     kvpn_parts_params p = {};
+    if (way == kvpn_by_gather)
+        return kvpn_launch_gather(c, e.largest);
     kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
         const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, unit, &p);
@@ -4997,7 +5101,7 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
 #ifndef KVPRIM_NO_EXCHANGE
-    if (way >= kvpn_by_parts)
+    if (way >= kvpn_by_gather)
         return kvpn_launch_parts(c, way);
 #endif
     if (way != kvpn_by_nccl)

@@ -8,9 +8,9 @@
 #include <cmath>
 
 /* In the order of kvpn_way. */
-static const char *const way_names[] = {"NCCL",     "one shot", "two shots", "scatter",
-                                        "pipeline", "parts",    "many",      "most"};
-static_assert(sizeof way_names / sizeof *way_names == kvpn_by_parts_most + 1, "a name for each way");
+static const char *const way_names[] = {"NCCL",  "one shot", "two shots", "scatter",     "pipeline",   "gather",
+                                        "parts", "many",     "most",      "gather many", "gather most"};
+static_assert(sizeof way_names / sizeof *way_names == kvpn_by_gather_most + 1, "a name for each way");
 
 /* ---- collectives ---- */
 
@@ -36,9 +36,9 @@ static void enqueue_by(rank_state &r, const way_call &w, kvpn_way way, bool wind
     if (window)
         NCCL(kvpn_enqueue_nccl(&c));
     else
-        check_kvprim(way == kvpn_by_nccl    ? kvpn_run_nccl(&c)
-                     : way >= kvpn_by_parts ? kvpn_launch_parts(&c, way)
-                                            : kvpn_launch_reduction(&c, way));
+        check_kvprim(way == kvpn_by_nccl     ? kvpn_run_nccl(&c)
+                     : way >= kvpn_by_gather ? kvpn_launch_parts(&c, way)
+                                             : kvpn_launch_reduction(&c, way));
 }
 
 static void verify_parts(rank_state &r, const kvpn_call &c, const char *at, const char *name)
@@ -263,7 +263,8 @@ static way_table table_of(const char *title, std::vector<kvpn_way> ways, std::ve
     const auto fits = [](size_t bytes, kvpn_way way) {
         const kvprim_comm *const comm = &ranks[0].comm;
         const size_t in_slots = way == kvpn_by_one_shot ? bytes : bytes / size_t(world);
-        return (way != kvpn_by_one_shot && way != kvpn_by_parts) || in_slots <= kvpn_capacity_bytes(comm, way);
+        return (way != kvpn_by_one_shot && way != kvpn_by_gather && way != kvpn_by_parts) ||
+               in_slots <= kvpn_capacity_bytes(comm, way);
     };
     const auto chosen = [=](size_t bytes) {
         const way_call w = make(bytes);
@@ -291,7 +292,9 @@ static std::vector<way_table> tables_of_limits()
     const auto gather = [](size_t bytes) { return way_call{kvpn_all_gather, even_part(bytes) / 2, {}}; };
     const auto gather_odd = [](size_t bytes) { return way_call{kvpn_all_gather, even_part(bytes) / 2 - 1, {}}; };
     const auto exchange = [](spread how) { return [how](size_t bytes) { return exchange_of(even_part(bytes), how); }; };
-    const std::vector<kvpn_way> parts = {kvpn_by_parts, kvpn_by_parts_many, kvpn_by_parts_most};
+    const std::vector<kvpn_way> parts = {kvpn_by_parts, kvpn_by_parts_many, kvpn_by_parts_most},
+                                gathers = {kvpn_by_gather, world == 2 ? kvpn_by_parts_many : kvpn_by_gather_many,
+                                           world == 2 ? kvpn_by_parts_most : kvpn_by_gather_most};
     std::vector<kvpn_way> sums = {kvpn_by_one_shot, kvpn_by_two_shot}, scatters = {kvpn_by_scatter};
     std::vector<limit_field> sum_limits = {&l::one_shot, &l::two_shot}, scatter_limits = {&l::scatter};
     if (world == 2) { /* only two ranks have pipelines */
@@ -300,8 +303,8 @@ static std::vector<way_table> tables_of_limits()
     }
     return {table_of("all_reduce", sums, sum_limits, true, sum),
             table_of("reduce_scatter", scatters, scatter_limits, true, scatter),
-            table_of("all_gather", parts, {nullptr, nullptr, &l::gather}, true, gather),
-            table_of("all_gather, odd", parts, {nullptr, nullptr, &l::gather_odd}, true, gather_odd),
+            table_of("all_gather", gathers, {nullptr, nullptr, &l::gather}, true, gather),
+            table_of("all_gather, odd", gathers, {nullptr, nullptr, &l::gather_odd}, true, gather_odd),
             table_of("all_to_all", parts, {&l::parts, &l::parts_many, &l::parts_even}, false, exchange(equal)),
             table_of("all_to_allv", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(proportional)),
             table_of("all_to_allv to one", parts, {nullptr, nullptr, &l::parts_uneven}, false, exchange(to_one))};

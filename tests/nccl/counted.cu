@@ -26,9 +26,9 @@ static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel)
     bool parts_kernel = false;
     if (loaded != cudaSuccess || !done.insert(kernel).second)
         return loaded;
-    for (int k = 0; k < 12; k++)
-        parts_kernel = parts_kernel ||
-                       kernel == kvpn_kernel_of(kvpn_way(kvpn_by_parts + k % 3), KVPRIM_U8, k < 6 ? 2 : 3, k % 2 == 1);
+    for (int k = 0; k < 20; k++)
+        parts_kernel = parts_kernel || kernel == kvpn_kernel_of(kvpn_way(kvpn_by_parts + k % 5), KVPRIM_U8,
+                                                                k < 10 ? 2 : 3, k / 5 % 2 == 1);
     if (!memory && (cudaMalloc(&memory, 1 << 16) != cudaSuccess || cudaMemset(memory, 1, 1 << 16) != cudaSuccess))
         return cudaErrorMemoryAllocation;
     kvpn_norm_params norm = {};

@@ -597,10 +597,12 @@ static void check_stream_grid(const kvprim_comm *comm, uint32_t packs)
 /* Whatever the size is, the launch fits the slots. */
 static void check_grids(const kvprim_comm *comm)
 {
-    static const kvpn_way ways[] = {kvpn_by_one_shot, kvpn_by_two_shot,   kvpn_by_scatter,
-                                    kvpn_by_parts,    kvpn_by_parts_many, kvpn_by_parts_most};
-    for (int k = 0; k < 6; k++) {
-        const size_t unit = ways[k] == kvpn_by_parts ? 8 : 16, most = kvpn_capacity_bytes(comm, ways[k]) / unit;
+    static const kvpn_way ways[] = {kvpn_by_one_shot,   kvpn_by_two_shot,    kvpn_by_scatter,
+                                    kvpn_by_gather,     kvpn_by_parts,       kvpn_by_parts_many,
+                                    kvpn_by_parts_most, kvpn_by_gather_many, kvpn_by_gather_most};
+    for (int k = 0; k < 9; k++) {
+        const size_t unit = ways[k] == kvpn_by_gather || ways[k] == kvpn_by_parts ? 8 : 16,
+                     most = kvpn_capacity_bytes(comm, ways[k]) / unit;
         for (size_t words = 1; words <= most; words += words / 50 + 1)
             check_grid(comm, (uint32_t)words, ways[k]);
         check_grid(comm, (uint32_t)most, ways[k]);
@@ -767,7 +769,7 @@ static void test_choices(void)
         open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
             const kvpn_way way = choose_gather(&comm, bytes);
-            CHECK(way != kvpn_by_parts || bytes <= kvpn_capacity_bytes(&comm, way));
+            CHECK((way != kvpn_by_gather && way != kvpn_by_parts) || bytes <= kvpn_capacity_bytes(&comm, way));
             if (kvpn_choose_sum(&comm, false, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
                 CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
         }
@@ -780,8 +782,8 @@ static void test_choices(void)
         CHECK(choose_parts(&comm, 5, (size_t)1 << 40) == kvpn_by_parts_many);
         CHECK(choose_parts(&comm, (size_t)1 << 30, 0) == kvpn_by_nccl);
         CHECK(choose_parts(&comm, SIZE_MAX / 2, 0) == kvpn_by_nccl);
-        CHECK(choose_gather(&comm, 1) == kvpn_by_parts);
-        CHECK(choose_gather(&comm, (size_t)1 << 19) == kvpn_by_parts_many);
+        CHECK(choose_gather(&comm, 1) == kvpn_by_gather);
+        CHECK(choose_gather(&comm, (size_t)1 << 19) == (world == 2 ? kvpn_by_parts_many : kvpn_by_gather_many));
         CHECK(choose_gather(&comm, ((size_t)1 << 16) - 1) != kvpn_by_nccl);
         CHECK(choose_gather(&comm, ((size_t)4 << 20) / (size_t)world + 1) == kvpn_by_nccl); /* odd */
         CHECK(choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
@@ -809,14 +811,14 @@ static void test_choices(void)
         CHECK(kvpn_choose_sum(&comm, false, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         CHECK(kvpn_choose_sum(&comm, true, 1024 / (size_t)world, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
         CHECK(kvpn_choose_sum(&comm, true, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
-        CHECK(choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_parts);
+        CHECK(choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_gather);
         CHECK(choose_gather(&comm, 1024) == kvpn_by_nccl);
         CHECK(choose_parts(&comm, 1024 / (size_t)world, 5) == kvpn_by_parts);
         CHECK(choose_parts(&comm, 1024, 5) == kvpn_by_nccl);
         comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
         CHECK(kvpn_choose_sum(&comm, false, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
         CHECK(kvpn_choose_sum(&comm, true, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
-        CHECK(choose_gather(&comm, (size_t)1 << 40) == kvpn_by_parts_most);
+        CHECK(choose_gather(&comm, (size_t)1 << 40) == (world == 2 ? kvpn_by_parts_most : kvpn_by_gather_most));
         CHECK(choose_parts(&comm, (size_t)1 << 40, 5) == kvpn_by_parts_most);
         comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
         CHECK(kvpn_choose_sum(&comm, false, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);

@@ -16,9 +16,12 @@ enum kind {
     one_shot,
     two_shot,
     scatter,
+    gather,
     parts,
     parts_many,
     parts_most,
+    gather_many, /* these two only among more than two ranks, which take parts_many and parts_most */
+    gather_most,
     pipeline, /* these only between two ranks; among more, two shots and scatter */
     pipeline_scatter,
     kinds
@@ -58,7 +61,13 @@ static bool gathers(shape parts)
 
 static bool exchanges(kind what)
 {
-    return what == parts || what == parts_many || what == parts_most;
+    return what >= gather && what <= gather_most;
+}
+
+/* 8 bytes go to a slot. */
+static bool is_few(kind what)
+{
+    return what == gather || what == parts;
 }
 
 /* How many bytes rank `from` sends to rank `to`. With groups, a part that stays may be larger than the slots. */
@@ -72,7 +81,7 @@ static size_t part_of(const call &c, uint32_t from, uint32_t to)
         return 0;
     if (c.parts_shape == one_silent && (from == silent || to == silent))
         return 0;
-    const bool own = from == to && c.parts_shape != to_all && c.what != parts;
+    const bool own = from == to && c.parts_shape != to_all && !is_few(c.what);
     const size_t most = own && h >> 60 == 0 ? 3 * most_bytes : c.count;
     const size_t bytes = h % 4 == 0 ? 0 : h % 4 == 1 ? most : h / 4 % (most + 1);
     return c.parts_shape == whole_packs ? bytes / 16 * 16 : bytes;
@@ -80,23 +89,25 @@ static size_t part_of(const call &c, uint32_t from, uint32_t to)
 
 static call exchange_of(call c, uint64_t h, uint32_t world)
 {
-    const size_t unit = c.what == parts ? 8 : 16, most = c.what == parts ? most_bytes / 2 : most_bytes;
+    const size_t unit = is_few(c.what) ? 8 : 16, most = is_few(c.what) ? most_bytes / 2 : most_bytes;
     size_t largest = 0;
     c.element = 1, c.parts_shape = static_cast<shape>(h / 16 % shapes);
+    if (c.what == gather || c.what >= gather_many)
+        c.parts_shape = c.what == gather || h / 16 % 2 ? gathered : to_all;
     c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
     if (h >> 41 & 1)
         c.count = std::min(most, c.count + 15) / 16 * 16;
     for (uint32_t from = 0; from < world; from++)
         for (uint32_t to = 0; to < world; to++)
-            largest = std::max(largest, from == to && c.what != parts ? 0 : part_of(c, from, to));
+            largest = std::max(largest, from == to && !is_few(c.what) ? 0 : part_of(c, from, to));
     uint32_t slice = std::max(1u, static_cast<uint32_t>((largest + unit - 1) / unit));
-    slice +=
-        h >> 42 & 1 ? static_cast<uint32_t>(h >> 43) % (slots_of_sender - slice + 1) : 0; /* a large part that stays */
+    slice += h >> 42 & 1 && c.what != gather ? static_cast<uint32_t>(h >> 43) % (slots_of_sender - slice + 1)
+                                             : 0; /* a large part that stays */
     const uint32_t least = (slice + blocks - 1) / blocks;
     c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
     c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
-    c.threads = 1 + static_cast<uint32_t>(h >> 56) % (c.what == parts ? 8 : 4);
-    c.roles = c.what == parts ? world - 1 : 2 * (world - 1);
+    c.threads = 1 + static_cast<uint32_t>(h >> 56) % (is_few(c.what) ? 8 : 4);
+    c.roles = c.what == gather ? 1 : c.what == parts ? world - 1 : c.what >= gather_many ? world : 2 * (world - 1);
     c.pitch = slice;
     return c;
 }
@@ -109,6 +120,8 @@ static call call_of(uint64_t number, uint32_t world)
     c.what = static_cast<kind>(h % kinds);
     if (is_pipeline(c.what) && world != 2)
         c.what = c.what == pipeline ? two_shot : scatter;
+    if (world == 2 && (c.what == gather_many || c.what == gather_most))
+        c.what = c.what == gather_many ? parts_many : parts_most;
     if (exchanges(c.what))
         return exchange_of(c, h, world);
     static const kvprim_dtype types[] = {KVPRIM_F32, KVPRIM_BF16, KVPRIM_F8E4M3, KVPRIM_F8E5M2};
@@ -254,7 +267,7 @@ template <int max_ranks> static void run_call(const kvpn_params &p, const call &
     else if (whole && c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
         run_reduction<kvpn_bf16, max_ranks>(p, c);
     else
-        run_reduction<kvpn_any, max_ranks>(p, c);
+        whole ? run_reduction<kvpn_any<true>, max_ranks>(p, c) : run_reduction<kvpn_any<false>, max_ranks>(p, c);
 }
 
 template <bool whole> static void run_exchange(const kvpn_parts_params &p, const call &c)
@@ -264,9 +277,13 @@ template <bool whole> static void run_exchange(const kvpn_parts_params &p, const
     else if (c.what == parts)
         run_kernel<kvpn_parts_slots<false, whole>>(p, c);
     else if (c.what == parts_many)
-        run_kernel<kvpn_parts_groups<kvpn_group, whole>>(p, c);
+        run_kernel<kvpn_parts_groups<kvpn_group, false, whole>>(p, c);
+    else if (c.what == parts_most)
+        run_kernel<kvpn_parts_groups<kvpn_large_group, false, whole>>(p, c);
+    else if (c.what == gather_many)
+        run_kernel<kvpn_parts_groups<kvpn_group, true, whole>>(p, c);
     else
-        run_kernel<kvpn_parts_groups<kvpn_large_group, whole>>(p, c);
+        run_kernel<kvpn_parts_groups<kvpn_large_group, true, whole>>(p, c);
 }
 
 /* Where a rank's send and recv lie: in place or apart, aligned or not. */
@@ -293,13 +310,25 @@ static places places_of(const call &c, uint32_t world, uint32_t rank, unsigned c
     return p;
 }
 
+/* all_gather of few bytes takes places and a pitch, not parts. */
+template <int max_ranks> static void run_gather(const kvpn_params &shared, const call &c, const places &at)
+{
+    kvpn_params p = shared;
+    p.send = at.send, p.recv = at.recv, p.count = p.pitch = c.count;
+    p.packs = p.slice_packs = static_cast<uint32_t>(c.pitch);
+    if ((reinterpret_cast<uintptr_t>(at.send) | reinterpret_cast<uintptr_t>(at.recv) | c.count) % 8 == 0)
+        run_kernel<kvpn_gather_all<kvpn_any<true>, max_ranks>>(p, c);
+    else
+        run_kernel<kvpn_gather_all<kvpn_any<false>, max_ranks>>(p, c);
+}
+
 static void run_parts(job &j, uint32_t rank, const call &c, const places &at, const kvpn_params &shared)
 {
     const std::vector<size_t> to = begins_of(c, j.world, rank, true), from = begins_of(c, j.world, rank, false);
     kvpn_parts_params p = {};
     static_cast<kvpn_params &>(p) = shared;
     p.slice_packs = static_cast<uint32_t>(c.pitch), p.blocks = c.used_blocks;
-    const size_t unit = c.what == parts ? 8 : 16;
+    const size_t unit = is_few(c.what) ? 8 : 16;
     bool whole = true;
     for (uint32_t k = 0; k < j.world; k++) {
         const uint32_t peer = (rank + k) % j.world;
@@ -345,7 +374,9 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs;
     const size_t pitch = scatters(c.what) ? c.pitch : 0;
-    if (exchanges(c.what))
+    if (c.what == gather)
+        run_gather<max_ranks>(p, c, at);
+    else if (exchanges(c.what))
         run_parts(j, rank, c, at, p);
     else
         run_call<max_ranks>(
