@@ -3147,11 +3147,27 @@ static int64_t kvpn_now_us(void)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
+/* Words that several threads read and write. */
+#define KVPRIM_NCCL_LOAD(word) __atomic_load_n(word, __ATOMIC_SEQ_CST)
+#define KVPRIM_NCCL_STORE(word, value) __atomic_store_n(word, value, __ATOMIC_SEQ_CST)
+
+/* Returns the new value. */
+static int32_t kvpn_add(int32_t *word, int32_t n)
+{
+    return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST);
+}
+
+/* Of several threads that change *word from `from`, one succeeds. */
+static bool kvpn_change(int32_t *word, int32_t from, int32_t to)
+{
+    return __atomic_compare_exchange_n(word, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
 /* Waits until *word is `wanted`. False: timeout_ms is over. */
 static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout_ms)
 {
     const int64_t start_us = kvpn_now_us();
-    while (__atomic_load_n(word, __ATOMIC_SEQ_CST) != wanted) {
+    while (KVPRIM_NCCL_LOAD(word) != wanted) {
         if (kvpn_now_us() - start_us >= timeout_ms * 1000)
             return false;
         (void)poll(NULL, 0, 1);
@@ -3162,7 +3178,7 @@ static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout
 /* Waits for what a communicator of NCCL's that does not block began, for as long as *word is `wanted`. */
 static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
 {
-    while (result == ncclInProgress && __atomic_load_n(word, __ATOMIC_SEQ_CST) == wanted) {
+    while (result == ncclInProgress && KVPRIM_NCCL_LOAD(word) == wanted) {
         const ncclResult_t asked = ncclCommGetAsyncError(nccl, &result);
         result = asked == ncclSuccess ? result : asked;
     }
@@ -3200,11 +3216,6 @@ static void kvpn_start_thread_or_run(void *(*run)(void *), void *argument)
     (void)kvpn_set_capture_mode(mode);
 }
 
-static bool kvpn_release_ref(int32_t *refs)
-{
-    return __atomic_sub_fetch(refs, 1, __ATOMIC_SEQ_CST) == 0;
-}
-
 KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
 {
     const char *const f = "kvprim_comm_new_id";
@@ -3232,8 +3243,7 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
 
 static bool kvpn_has_state(const kvprim_comm *comm, int32_t state)
 {
-    return comm && __atomic_load_n(&comm->self, __ATOMIC_SEQ_CST) == comm &&
-           __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == state;
+    return comm && KVPRIM_NCCL_LOAD(&comm->self) == comm && KVPRIM_NCCL_LOAD(&comm->state) == state;
 }
 
 static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm *comm)
@@ -3248,7 +3258,7 @@ static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm
 /* After fork(), memory that CUDA pinned is still the parent's: a child that aborts would stop the parent's kernels. */
 static kvprim_status kvpn_check_process(const char *function, const kvprim_comm *comm)
 {
-    if (!comm || __atomic_load_n(&comm->self, __ATOMIC_SEQ_CST) != comm || comm->process == (int32_t)getpid())
+    if (!comm || KVPRIM_NCCL_LOAD(&comm->self) != comm || comm->process == (int32_t)getpid())
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                        "%s: comm belongs to process %d, which called init, and this is process %d", function,
@@ -3257,7 +3267,7 @@ static kvprim_status kvpn_check_process(const char *function, const kvprim_comm 
 
 static void kvpn_leave(kvprim_comm *comm)
 {
-    (void)__atomic_sub_fetch(&comm->active_calls, 1, __ATOMIC_SEQ_CST);
+    (void)kvpn_add(&comm->active_calls, -1);
 }
 
 /* Changes the state from `from` to `to` and counts the caller as an active call until kvpn_leave. Of several threads
@@ -3266,11 +3276,17 @@ static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 {
     if (!kvpn_has_state(comm, from))
         return false;
-    (void)__atomic_add_fetch(&comm->active_calls, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_compare_exchange_n(&comm->state, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        return true;
-    kvpn_leave(comm);
-    return false;
+    (void)kvpn_add(&comm->active_calls, 1);
+    const bool changed = kvpn_change(&comm->state, from, to);
+    if (!changed)
+        kvpn_leave(comm);
+    return changed;
+}
+
+/* The same for a call that needs a communicator that is alive, and leaves it so. */
+static kvprim_status kvpn_enter_alive(const char *function, kvprim_comm *comm)
+{
+    return kvpn_enter(comm, kvpn_alive, kvpn_alive) ? KVPRIM_OK : kvpn_fail_not_alive(function, comm);
 }
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
@@ -3306,7 +3322,7 @@ static kvpn_slots *kvpn_retain_slots(uint64_t nonce)
     while (slots && slots->nonce != nonce)
         slots = slots->next;
     if (slots)
-        (void)__atomic_add_fetch(&slots->refs, 1, __ATOMIC_SEQ_CST);
+        (void)kvpn_add(&slots->refs, 1);
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
     return slots;
 }
@@ -3334,7 +3350,7 @@ static void kvpn_release_slots(kvpn_slots *slots, bool own)
     if (!slots)
         return;
     (void)pthread_mutex_lock(&kvpn_slots_lock);
-    const bool last = kvpn_release_ref(&slots->refs);
+    const bool last = kvpn_add(&slots->refs, -1) == 0;
     kvpn_slots **link = &kvpn_local_slots;
     while (last && *link != slots)
         link = &(*link)->next;
@@ -3380,7 +3396,7 @@ typedef struct kvpn_teardown {
 
 static void kvpn_release_teardown(kvpn_teardown *teardown)
 {
-    if (!teardown || !kvpn_release_ref(&teardown->refs))
+    if (!teardown || kvpn_add(&teardown->refs, -1) != 0)
         return;
     for (int k = 0; k < 2; k++)
         if (teardown->watch[k])
@@ -3393,7 +3409,7 @@ static void kvpn_release_teardown(kvpn_teardown *teardown)
 static void kvpn_deregister_window(kvpn_teardown *teardown)
 {
 #ifdef KVPRIM_NCCL_WINDOWS
-    bool idle = !__atomic_load_n(&teardown->in_graphs, __ATOMIC_SEQ_CST);
+    bool idle = !KVPRIM_NCCL_LOAD(&teardown->in_graphs);
     (void)cudaSetDevice(teardown->device);
     for (int k = 0; k < 2; k++)
         idle = idle && cudaEventQuery(teardown->watch[k]) == cudaSuccess;
@@ -3414,7 +3430,7 @@ static void *kvpn_run_teardown(void *argument)
     teardown->result = teardown->aborts ? ncclCommAbort(teardown->nccl) : ncclCommDestroy(teardown->nccl);
     if (teardown->result == ncclInProgress) /* a communicator that does not block: it cannot be asked any more */
         teardown->result = ncclSuccess;
-    __atomic_store_n(&teardown->done, 1, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&teardown->done, 1);
     kvpn_release_teardown(teardown);
     return NULL;
 }
@@ -3423,22 +3439,19 @@ static void *kvpn_run_teardown(void *argument)
 static void kvpn_start_teardown(kvprim_comm *comm, bool aborts)
 {
     kvpn_teardown *const teardown = comm->teardown;
-    const ncclComm_t nccl = __atomic_load_n(&comm->nccl, __ATOMIC_SEQ_CST);
-    int32_t started = 0;
-    if (!nccl || comm->nccl_borrowed ||
-        !__atomic_compare_exchange_n(&teardown->started, &started, 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    const ncclComm_t nccl = KVPRIM_NCCL_LOAD(&comm->nccl);
+    if (!nccl || comm->nccl_borrowed || !kvpn_change(&teardown->started, 0, 1))
         return;
-    (void)__atomic_add_fetch(&teardown->refs, 1, __ATOMIC_SEQ_CST);
+    (void)kvpn_add(&teardown->refs, 1);
     teardown->nccl = nccl, teardown->aborts = aborts;
-    teardown->window = __atomic_load_n(&comm->window, __ATOMIC_SEQ_CST); /* init may still wait for it */
+    teardown->window = KVPRIM_NCCL_LOAD(&comm->window); /* init may still wait for it */
     kvpn_start_thread_or_run(kvpn_run_teardown, teardown);
 }
 
 /* False: it has not ended after timeout_ms. True also if it was never started. */
 static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
 {
-    return !__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST) ||
-           kvpn_wait_until(&comm->teardown->done, 1, timeout_ms);
+    return !KVPRIM_NCCL_LOAD(&comm->teardown->started) || kvpn_wait_until(&comm->teardown->done, 1, timeout_ms);
 }
 
 static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
@@ -3455,12 +3468,12 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
     uint64_t nonces[kvpn_max_world];
     const int64_t start_us = kvpn_now_us();
     bool here = false;
-    for (int r = 0; r < comm->world; r++)
+    for (int r = 0; r < comm->world; r++) {
         here = here || !comm->slots[r];
-    for (int r = 0; r < comm->world; r++)
         if (comm->peer[r] && r != comm->rank)
             (void)cudaMemcpyAsync(kvpn_nonce_at(comm, r, comm->rank), &none, sizeof none, cudaMemcpyDefault,
                                   comm->stream);
+    }
     (void)cudaStreamSynchronize(comm->stream);
     for (int r = 0; r < kvpn_max_world; r++)
         if (comm->mapped[r])
@@ -3487,8 +3500,7 @@ static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
     kvpn_slots *const own = comm->world <= kvpn_max_world ? comm->slots[comm->rank] : NULL;
-    const bool patient =
-        own && kvpn_has_state(comm, kvpn_destroying) && __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) == 0;
+    const bool patient = own && kvpn_has_state(comm, kvpn_destroying) && KVPRIM_NCCL_LOAD(comm->stop) == 0;
     if (own && own->memory &&
         !kvpn_part_from_ranks(comm, patient && comm->timeout_ms > others_ms ? comm->timeout_ms : others_ms))
         own->memory = NULL;
@@ -3501,8 +3513,7 @@ static void kvpn_free_slots(kvprim_comm *comm)
     if (own)
         (void)kvpn_wait_until(&own->refs, 1, others_ms);
     kvpn_release_slots(own, true);
-    if (comm->stop)
-        (void)cudaFreeHost(comm->stop);
+    (void)cudaFreeHost(comm->stop);
     comm->stop = comm->stop_on_gpu = NULL;
 }
 
@@ -3511,12 +3522,10 @@ static void kvpn_free_comm(kvprim_comm *comm)
     kvpn_free_slots(comm);
     if (comm->buffer && comm->nccl_window)
         (void)ncclMemFree(comm->buffer);
-    else if (comm->buffer)
+    else
         (void)cudaFree(comm->buffer);
-    if (comm->scratch)
-        (void)cudaFree(comm->scratch);
-    if (comm->sums)
-        (void)cudaFree(comm->sums);
+    (void)cudaFree(comm->scratch);
+    (void)cudaFree(comm->sums);
     if (comm->stream)
         (void)cudaStreamDestroy(comm->stream);
     kvpn_release_teardown(comm->teardown);
@@ -3536,8 +3545,8 @@ static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers", f,
                            (int)desc->world, (int)kvpn_max_world);
     if (desc->peer_bytes < kvpn_min_peer_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %llu, must be at least %d", f,
-                           (unsigned long long)desc->peer_bytes, (int)kvpn_min_peer_bytes);
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %zu, must be at least %d", f, desc->peer_bytes,
+                           (int)kvpn_min_peer_bytes);
     for (int r = 0; r < desc->world; r++)
         if (!desc->peers[r] || (uintptr_t)desc->peers[r] % 16)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r,
@@ -3553,32 +3562,27 @@ static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_
     if (comm->self == comm &&
         (comm->state == kvpn_alive || comm->state == kvpn_initialising || comm->state == kvpn_aborted))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm is in use: destroy it first", f);
-    if (desc->world < 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at least 1", f, (int)desc->world);
-    if (desc->rank < 0 || desc->rank >= desc->world)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->rank is %d, must be 0 to %d as desc->world is %d", f,
-                           (int)desc->rank, (int)desc->world - 1, (int)desc->world);
     if (desc->buffer_bytes > SIZE_MAX / 2)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->buffer_bytes is %llu, must be at most %llu", f,
-                           (unsigned long long)desc->buffer_bytes, (unsigned long long)(SIZE_MAX / 2));
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->buffer_bytes is %zu, must be at most %zu", f,
+                           desc->buffer_bytes, SIZE_MAX / 2);
     const struct {
         const char *name;
-        int32_t value, max;
-    } fields[] = {{"timeout_ms", desc->timeout_ms, INT32_MAX},
-                  {"init_timeout_ms", desc->init_timeout_ms, INT32_MAX},
-                  {"max_sms", desc->max_sms, INT32_MAX},
-                  {"deterministic", desc->deterministic, 1},
-                  {"no_pdl", desc->no_pdl, 1},
-                  {"no_kernels", desc->no_kernels, 1},
-                  {"nccl_window", desc->nccl_window, 1}};
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value < 0 || fields[i].value > fields[i].max)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %d, must be 0 to %d", f, fields[i].name,
-                               (int)fields[i].value, (int)fields[i].max);
-    if (desc->padding != 0 || desc->reserved != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be 0", f,
-                           desc->padding != 0 ? "padding" : "reserved",
-                           (long long)(desc->padding != 0 ? desc->padding : desc->reserved));
+        int64_t value, least, most;
+    } fields[] = {{"world", desc->world, 1, INT32_MAX},
+                  {"rank", desc->rank, 0, (int64_t)desc->world - 1},
+                  {"timeout_ms", desc->timeout_ms, 0, INT32_MAX},
+                  {"init_timeout_ms", desc->init_timeout_ms, 0, INT32_MAX},
+                  {"max_sms", desc->max_sms, 0, INT32_MAX},
+                  {"deterministic", desc->deterministic, 0, 1},
+                  {"no_pdl", desc->no_pdl, 0, 1},
+                  {"no_kernels", desc->no_kernels, 0, 1},
+                  {"nccl_window", desc->nccl_window, 0, 1},
+                  {"padding", desc->padding, 0, 0},
+                  {"reserved", desc->reserved, 0, 0}};
+    for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
+        if (fields[k].value < fields[k].least || fields[k].value > fields[k].most)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %lld to %lld", f, fields[k].name,
+                               (long long)fields[k].value, (long long)fields[k].least, (long long)fields[k].most);
     return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
 }
 
@@ -3657,7 +3661,7 @@ typedef struct kvpn_init_task {
 /* After this, nothing of NCCL's may be used any more: the caller has left. */
 static bool kvpn_is_cancelled(const kvpn_init_task *task)
 {
-    return __atomic_load_n(&task->cancelled, __ATOMIC_SEQ_CST) != 0;
+    return KVPRIM_NCCL_LOAD(&task->cancelled) != 0;
 }
 
 static kvprim_status kvpn_copy_and_wait(const kvprim_comm *comm, void *dst, const void *src, size_t bytes)
@@ -3686,7 +3690,7 @@ static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *task)
 
 static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
 {
-    __atomic_store_n(&task->exchange_requested, 1, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&task->exchange_requested, 1);
     while (!kvpn_wait_until(&task->exchange_requested, 0, 100) && !kvpn_is_cancelled(task))
         continue;
     return task->exchange_result == 0
@@ -3703,10 +3707,9 @@ static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *
         theirs->info_bytes != mine->info_bytes)
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
                            "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %u.%u.%u (%u)",
-                           r, (unsigned)theirs->version / 10000, (unsigned)theirs->version / 100 % 100,
-                           (unsigned)theirs->version % 100, (unsigned)theirs->protocol, (unsigned)mine->version / 10000,
-                           (unsigned)mine->version / 100 % 100, (unsigned)mine->version % 100,
-                           (unsigned)mine->protocol);
+                           r, theirs->version / 10000, theirs->version / 100 % 100, theirs->version % 100,
+                           theirs->protocol, mine->version / 10000, mine->version / 100 % 100, mine->version % 100,
+                           mine->protocol);
     if (!theirs->ok)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
     return KVPRIM_OK;
@@ -3718,6 +3721,7 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status sta
 {
     kvprim_status s = status;
     task->mine.hello.ok = status == KVPRIM_OK, task->exchange_bytes = bytes;
+    task->mine.has_kernels = !task->off_reason;
     if (task->can_exchange && !kvpn_is_cancelled(task))
         s = task->desc.exchange ? kvpn_exchange_by_caller(task) : kvpn_exchange_by_nccl(task);
     if (status != KVPRIM_OK || s != KVPRIM_OK)
@@ -3733,45 +3737,30 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status sta
     return KVPRIM_OK;
 }
 
-/* The first exchange. */
-static kvprim_status kvpn_greet_ranks(kvpn_init_task *task, kvprim_status status)
-{
-    const kvpn_hello hello = {"kvprim", KVPRIM_VERSION, kvpn_protocol, sizeof task->mine, 0, 0};
-    task->mine.hello = hello;
-    return kvpn_exchange_infos(task, status, sizeof hello);
-}
-
-/* Allocates this rank's page and slots, and finds out whether other processes can map them. */
-static kvprim_status kvpn_alloc_slots(kvpn_init_task *task)
-{
-    const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &task->comm;
-    kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
-    if (!slots)
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
-    slots->refs = 1, slots->device = comm->device, slots->nonce = task->mine.nonce;
-    kvpn_publish_slots(slots);
-    comm->slots[comm->rank] = slots;
-    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&slots->memory, kvpn_max_peer_bytes));
-    comm->peer[comm->rank] = slots->memory;
-    task->mine.mappable = cudaIpcGetMemHandle(&task->mine.handle, slots->memory) == cudaSuccess;
-    (void)cudaGetLastError();
-    return KVPRIM_OK;
-}
-
+/* Allocates this rank's page and slots, unless the caller did, and finds out whether other processes can map them. */
 static kvprim_status kvpn_init_slots(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
     kvprim_comm *const comm = &task->comm;
-    task->mine.peer_bytes = kvpn_max_peer_bytes;
-    if (comm->peer[comm->rank] && task->desc.peer_bytes < kvpn_max_peer_bytes)
-        task->mine.peer_bytes = task->desc.peer_bytes;
-    else if (!comm->peer[comm->rank])
-        KVPRIM_NCCL_TRY(kvpn_alloc_slots(task));
-    char *const memory = (char *)comm->peer[comm->rank];
-    const size_t slots = (size_t)task->mine.peer_bytes - kvpn_page;
-    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory, 0, kvpn_page, comm->stream));
-    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory + kvpn_page, 0xff, slots, comm->stream)); /* empty */
+    size_t bytes = kvpn_max_peer_bytes;
+    if (task->desc.peers && task->desc.peer_bytes < bytes)
+        bytes = task->desc.peer_bytes;
+    task->mine.peer_bytes = bytes;
+    if (!task->desc.peers) {
+        kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
+        if (!slots)
+            return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+        slots->refs = 1, slots->device = comm->device, slots->nonce = task->mine.nonce;
+        kvpn_publish_slots(slots);
+        comm->slots[comm->rank] = slots;
+        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&slots->memory, bytes));
+        comm->peer[comm->rank] = slots->memory;
+        task->mine.mappable = cudaIpcGetMemHandle(&task->mine.handle, slots->memory) == cudaSuccess;
+        (void)cudaGetLastError();
+    }
+    char *const page = (char *)comm->peer[comm->rank];
+    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(page, 0, kvpn_page, comm->stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(page + kvpn_page, 0xff, bytes - kvpn_page, comm->stream)); /* empty */
     KVPRIM_NCCL_TRY_CUDA(cudaStreamSynchronize(comm->stream));
     KVPRIM_NCCL_TRY_CUDA(
         cudaHostAlloc((void **)&comm->stop, sizeof *comm->stop, cudaHostAllocMapped | cudaHostAllocPortable));
@@ -3809,7 +3798,6 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
     else if (d->buffer_bytes)
         KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->buffer, d->buffer_bytes));
     task->off_reason = task->mine.nonce ? kvpn_kernels_off_reason(d) : "/proc/sys/kernel/random/uuid cannot be read";
-    task->mine.has_kernels = !task->off_reason;
     return task->off_reason ? KVPRIM_OK : kvpn_init_slots(task);
 }
 
@@ -3863,8 +3851,8 @@ static kvpn_link kvpn_link_to(const kvpn_init_task *task, int r)
     return native ? kvpn_nvlink : kvpn_pcie;
 }
 
-/* Finds the slowest link. Turns kernels off over PCIe above two ranks, which nobody has measured, and where NCCL might
-   not use it: how many switches and bridges are on the way (PIX, PXB, PHB) is not known here. */
+/* Finds the slowest link. Turns kernels off across machines, and over PCIe above two ranks, which nobody has measured,
+   or where NCCL might not use it: how many switches and bridges are on the way (PIX, PXB, PHB) is not known here. */
 static void kvpn_find_links(kvpn_init_task *task)
 {
     const char *const level = getenv("NCCL_P2P_LEVEL");
@@ -3872,7 +3860,11 @@ static void kvpn_find_links(kvpn_init_task *task)
     for (int r = 0; r < task->comm.world; r++) {
         const kvpn_link link = kvpn_link_to(task, r);
         task->mine.link = (int)link > task->mine.link ? (int)link : task->mine.link;
-        if (link == kvpn_pcie && !task->off_reason && (task->comm.world > 2 || !allowed))
+        if (task->off_reason)
+            continue;
+        if (link == kvpn_network && !task->comm.peer[r]) /* the caller's memory may reach further */
+            task->off_reason = "ranks on several machines";
+        else if (link == kvpn_pcie && (task->comm.world > 2 || !allowed))
             task->off_reason = allowed ? "more than two ranks, and not all of them connected by NVLink"
                                        : "ranks connected by PCIe, and NCCL_P2P_LEVEL is not SYS";
     }
@@ -3886,8 +3878,6 @@ static void *kvpn_map_peer(kvpn_init_task *task, int r)
     kvprim_comm *const comm = &task->comm;
     const kvpn_rank_info *const info = &task->all[r];
     int can = 0;
-    if (info->machine != task->mine.machine || info->machine == 0)
-        return NULL;
     comm->slots[r] = kvpn_retain_slots(info->nonce);
     if (!comm->slots[r]) {
         if (!info->mappable || cudaIpcOpenMemHandle(&comm->mapped[r], info->handle, cudaIpcMemLazyEnablePeerAccess))
@@ -3909,15 +3899,12 @@ static void kvpn_connect_peers(kvpn_init_task *task)
         if (!comm->peer[r])
             comm->peer[r] = kvpn_map_peer(task, r);
         if (!comm->peer[r])
-            task->off_reason = task->all[r].machine == task->mine.machine
-                                   ? "not all ranks can write to each other's memory"
-                                   : "ranks on several machines";
+            task->off_reason = "not all ranks can write to each other's memory";
         else if (kvpn_copy_and_wait(comm, kvpn_nonce_at(comm, r, comm->rank), &task->mine.nonce,
                                     sizeof task->mine.nonce) != KVPRIM_OK)
             task->off_reason = "a copy to another rank's memory failed";
     }
     (void)cudaGetLastError();
-    task->mine.has_kernels = !task->off_reason;
 }
 
 /* After the third exchange: the nonces of all ranks must have arrived. */
@@ -3931,7 +3918,6 @@ static kvprim_status kvpn_check_nonces(kvpn_init_task *task)
     for (int r = 0; r < task->comm.world; r++)
         if (nonces[r] != task->all[r].nonce)
             task->off_reason = "another rank's copy to this rank's memory did not arrive";
-    task->mine.has_kernels = !task->off_reason;
     return KVPRIM_OK;
 }
 
@@ -4255,30 +4241,28 @@ static void kvpn_describe(kvpn_init_task *task)
     size_t used = (size_t)snprintf(
         text, size,
         "rank %d of %d on device %d, %s; slowest link: %s; NCCL %d.%d.%d, compiled with %d.%d.%d, %s communicator; "
-        "buffer of %llu bytes, "
-        "%s%s; timeout %d ms; own kernels ",
-        (int)comm->rank, (int)comm->world, (int)comm->device, device.name, links[comm->link], running / 10000,
-        running / 100 % 100, running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH,
-        comm->nccl_borrowed ? "the caller's" : "own", (unsigned long long)comm->buffer_bytes,
-        comm->in_windows && comm->window ? "in a window of NCCL's" : "no window",
-        comm->nccl_starts_early ? ", a memset before NCCL's symmetric kernels" : "", (int)comm->timeout_ms);
+        "buffer of %zu bytes, %s%s; timeout %d ms; own kernels ",
+        comm->rank, comm->world, comm->device, device.name, links[comm->link], running / 10000, running / 100 % 100,
+        running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH, comm->nccl_borrowed ? "the caller's" : "own",
+        comm->buffer_bytes, comm->in_windows && comm->window ? "in a window of NCCL's" : "no window",
+        comm->nccl_starts_early ? ", a memset before NCCL's symmetric kernels" : "", comm->timeout_ms);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s%s, all_to_all up to %llu bytes received "
-                                 "(%llu if parts differ), all_gather up to %llu bytes received, ",
-                                 task->desc.peers                        ? "in the caller's memory"
-                                 : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
-                                                                         : "memory of one process",
-                                 (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 comm->clusters ? ", clusters" : "", (unsigned long long)limits.parts_even,
-                                 (unsigned long long)limits.parts_uneven, (unsigned long long)limits.gather_most);
+                                 "on, %s, at most %u multiprocessors, %s%s, all_to_all up to %zu bytes received "
+                                 "(%zu if parts differ), all_gather up to %zu bytes received, ",
+                                 task->desc.peers                ? "in the caller's memory"
+                                 : comm->mapped[comm->rank == 0] ? "memory mapped between processes"
+                                                                 : "memory of one process",
+                                 comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
+                                 comm->clusters ? ", clusters" : "", limits.parts_even, limits.parts_uneven,
+                                 limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
-            (void)snprintf(text + used, size - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
-                           (unsigned long long)limits.two_shot, (unsigned long long)limits.scatter);
+            (void)snprintf(text + used, size - used, "all_reduce and reduce_scatter up to %zu and %zu sent",
+                           limits.two_shot, limits.scatter);
         return;
     }
 #endif
@@ -4298,6 +4282,7 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
     memcpy(id.internal, task->desc.id.bytes, sizeof id.internal);
     task->can_exchange = comm->nccl_borrowed && task->desc.exchange;
     (void)ncclGetVersion(&comm->nccl_version);
+    KVPRIM_NCCL_TRY_CUDA(cudaSetDevice(comm->device));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamCreateWithFlags(&comm->stream, cudaStreamNonBlocking));
     KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->scratch, sizeof task->mine * ((size_t)world + 1)));
     if (comm->nccl_borrowed) {
@@ -4314,7 +4299,7 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
         return kvprim_fail(
             KVPRIM_ERROR_ARGUMENT,
             "%s: desc->nccl is rank %d of %d on device %d, but desc says rank %d of %d, and the current device is %d",
-            f, rank, world, device, (int)comm->rank, (int)comm->world, (int)comm->device);
+            f, rank, world, device, comm->rank, comm->world, comm->device);
     return KVPRIM_OK;
 }
 
@@ -4349,7 +4334,7 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
     const size_t all = sizeof task->mine;
-    KVPRIM_NCCL_TRY(kvpn_greet_ranks(task, kvpn_make_nccl(task)));
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_make_nccl(task), sizeof task->mine.hello));
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_prepare_rank(task), all));
     KVPRIM_NCCL_TRY(kvpn_compare_ranks(task));
     kvpn_find_links(task);
@@ -4368,19 +4353,19 @@ static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 
 static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int device)
 {
-    kvpn_init_task *const task = (kvpn_init_task *)calloc(1, sizeof *task);
-    kvpn_rank_info *const all = (kvpn_rank_info *)calloc((size_t)desc->world, sizeof *all);
-    const size_t grouped = desc->world > kvpn_group_calls / 2 ? 2 * (size_t)desc->world : (size_t)kvpn_group_calls;
+    const size_t world = (size_t)desc->world, fewest = kvpn_group_calls,
+                 grouped = 2 * world > fewest ? 2 * world : fewest;
+    kvpn_init_task *const task = (kvpn_init_task *)calloc(1, sizeof *task + world * sizeof *task->all);
     kvpn_teardown *const teardown =
         (kvpn_teardown *)calloc(1, sizeof *teardown + grouped * sizeof *teardown->group.calls);
-    if (!task || !all || !teardown) {
+    if (!task || !teardown) {
         free(task);
-        free(all);
         free(teardown);
         return NULL;
     }
+    const kvpn_hello hello = {"kvprim", KVPRIM_VERSION, kvpn_protocol, sizeof task->mine, 0, 0};
     kvprim_comm *const comm = &task->comm;
-    task->desc = *desc, task->all = all, task->refs = 2;
+    task->desc = *desc, task->mine.hello = hello, task->all = (kvpn_rank_info *)(task + 1), task->refs = 2;
     comm->teardown = teardown, teardown->refs = 1, teardown->device = device;
     teardown->group.calls = (kvpn_group_call *)(teardown + 1), teardown->group.calls_max = (int32_t)grouped;
     comm->nccl = desc->nccl, comm->nccl_borrowed = desc->nccl != NULL;
@@ -4397,10 +4382,9 @@ static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int devi
 /* Frees what was not published. */
 static void kvpn_release_init_task(kvpn_init_task *task)
 {
-    if (!kvpn_release_ref(&task->refs))
+    if (kvpn_add(&task->refs, -1) != 0)
         return;
     kvpn_free_comm(&task->comm);
-    free(task->all);
     free(task);
 }
 
@@ -4408,7 +4392,7 @@ static void kvpn_finish_init_task(kvpn_init_task *task, kvprim_status status)
 {
     task->status = status;
     (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
-    __atomic_store_n(&task->done, 1, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&task->done, 1);
     kvpn_release_init_task(task);
 }
 
@@ -4416,11 +4400,10 @@ static void *kvpn_run_init_task(void *argument)
 {
     kvpn_init_task *const task = (kvpn_init_task *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    const kvprim_status s = kvpn_cuda_status("kvprim_comm_init", "cudaSetDevice", cudaSetDevice(task->comm.device));
-    const kvprim_status opened = s == KVPRIM_OK ? kvpn_run_init_steps(task) : s;
+    const kvprim_status s = kvpn_run_init_steps(task);
     if (kvpn_is_cancelled(task))
         kvpn_start_teardown(&task->comm, true); /* the caller may have left before NCCL made a communicator */
-    kvpn_finish_init_task(task, opened);
+    kvpn_finish_init_task(task, s);
     return NULL;
 }
 
@@ -4431,7 +4414,7 @@ static void kvpn_call_exchange(kvpn_init_task *task)
     task->exchange_result =
         task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, task->exchange_bytes);
     (void)cudaSetDevice(device);
-    __atomic_store_n(&task->exchange_requested, 0, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&task->exchange_requested, 0);
 }
 
 /* Together less than the second that kvprim_comm_abort promises: for init to notice, for active calls that are not
@@ -4449,12 +4432,12 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *tas
     int64_t cancelled_us = 0; /* 0: it was not cancelled */
     while (!kvpn_wait_until(&task->done, 1, 1)) {
         const int64_t now_us = kvpn_now_us();
-        const bool aborted = __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) != kvpn_initialising;
+        const bool aborted = KVPRIM_NCCL_LOAD(&comm->state) != kvpn_initialising;
         if (!cancelled_us && (aborted || now_us - start_us > timeout_ms * 1000)) {
             cancelled_us = now_us;
-            __atomic_store_n(&task->cancelled, 1, __ATOMIC_SEQ_CST);
+            KVPRIM_NCCL_STORE(&task->cancelled, 1);
         }
-        if (!cancelled_us && __atomic_load_n(&task->exchange_requested, __ATOMIC_SEQ_CST))
+        if (!cancelled_us && KVPRIM_NCCL_LOAD(&task->exchange_requested))
             kvpn_call_exchange(task);
         if (cancelled_us && now_us - cancelled_us > kvpn_cancel_ms * 1000)
             kvpn_start_teardown(&task->comm, true); /* init waits inside NCCL, which this ends */
@@ -4467,11 +4450,10 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *tas
 /* Gives the communicator to the caller, unless it was aborted meanwhile. */
 static bool kvpn_publish_comm(kvprim_comm *comm, kvpn_init_task *task)
 {
-    int32_t state = kvpn_initialising;
     if (task->cancelled || task->status != KVPRIM_OK)
         return false;
     memcpy(comm, &task->comm, offsetof(kvprim_comm, self));
-    if (!__atomic_compare_exchange_n(&comm->state, &state, kvpn_alive, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    if (!kvpn_change(&comm->state, kvpn_initialising, kvpn_alive))
         return false;
     memset(&task->comm, 0, sizeof task->comm);
     return true;
@@ -4483,18 +4465,18 @@ static kvprim_status kvpn_fail_init(kvprim_comm *comm, kvpn_init_task *task, boo
     const char *const f = "kvprim_comm_init";
     const int rank = task->desc.rank;
     kvprim_status s;
-    if (__atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == kvpn_aborted)
+    if (KVPRIM_NCCL_LOAD(&comm->state) == kvpn_aborted)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: kvprim_comm_abort was called", f, rank);
     else if (task->cancelled)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d of %d waited %d ms for the others", f, rank,
-                        (int)task->desc.world, timeout_ms);
+                        task->desc.world, timeout_ms);
     else
         s = kvprim_fail(task->status, "%s", task->error);
     kvpn_start_teardown(&task->comm, true);
     (void)kvpn_wait_for_teardown(&task->comm, done ? kvpn_nccl_ms : 0);
     memset(comm, 0, offsetof(kvprim_comm, self));
-    __atomic_store_n(&comm->self, NULL, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&comm->state, 0, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&comm->self, NULL);
+    KVPRIM_NCCL_STORE(&comm->state, 0);
     (void)kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_notify_ms); /* an abort has noticed */
     return s;
 }
@@ -4512,8 +4494,8 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
     memset(comm, 0, sizeof *comm);
     comm->active_calls = 1, comm->process = (int32_t)getpid();
-    __atomic_store_n(&comm->state, (int32_t)kvpn_initialising, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&comm->self, comm, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_initialising);
+    KVPRIM_NCCL_STORE(&comm->self, comm);
     if (!kvpn_start_thread(kvpn_run_init_task, task))
         kvpn_finish_init_task(task, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f));
     const bool done = kvpn_wait_for_init_task(comm, task, timeout_ms);
@@ -4536,7 +4518,7 @@ static void *kvpn_notify_ranks(void *argument)
     for (int r = 0; r < comm->world; r++)
         (void)cudaMemcpyAsync((uint32_t *)comm->peer[r] + kvpn_stop_reason_word, comm->stop, sizeof *comm->stop,
                               cudaMemcpyDefault, comm->stream);
-    __atomic_store_n(&comm->notifying, 0, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&comm->notifying, 0);
     return NULL;
 }
 
@@ -4555,7 +4537,7 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
         return kvpn_fail_not_alive(f, comm);
     if (comm->stop) {
         comm->notifying = 1;
-        __atomic_store_n(comm->stop, (uint32_t)kvpn_stop_aborted | (uint32_t)comm->rank << 8, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(comm->stop, (uint32_t)kvpn_stop_aborted | (uint32_t)comm->rank << 8);
         kvpn_start_thread_or_run(kvpn_notify_ranks, comm);
     }
     (void)kvpn_wait_until(&comm->active_calls, 1,
@@ -4575,7 +4557,7 @@ static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
         !kvpn_wait_until(&comm->notifying, 0, kvpn_destroy_notify_ms))
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
                            "%s: a call in another thread has not returned; call again when it has", f);
-    if (!__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST)) {
+    if (!KVPRIM_NCCL_LOAD(&comm->teardown->started)) {
         (void)cudaDeviceSynchronize(); /* destroy's own synchronise reports the error */
         kvpn_start_teardown(comm, false);
     }
@@ -4599,7 +4581,7 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     (void)cudaSetDevice(comm->device);
     kvprim_status s = kvpn_leave_nccl(comm);
     if (s != KVPRIM_OK) {
-        __atomic_store_n(&comm->state, (int32_t)kvpn_aborted, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_aborted);
         kvpn_leave(comm);
     } else {
         s = kvpn_cuda_status(f, "cudaDeviceSynchronize", cudaDeviceSynchronize());
@@ -4618,17 +4600,17 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 /* Reports that an own kernel stopped, here or on another rank. */
 static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
 {
-    const uint32_t reason = comm->stop ? __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) : 0;
+    const uint32_t reason = comm->stop ? KVPRIM_NCCL_LOAD(comm->stop) : 0;
     const int by = (int)(reason >> 8 & 0xff), awaited = (int)(reason >> 16 & 0xff);
     if (reason == 0)
         return KVPRIM_OK;
     if ((reason & 0xff) == kvpn_stop_aborted)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, (int)comm->rank, by);
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, comm->rank, by);
     if (by == comm->rank)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by,
-                           (int)comm->timeout_ms, awaited);
-    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function,
-                       (int)comm->rank, by, awaited);
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by, comm->timeout_ms,
+                           awaited);
+    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function, comm->rank,
+                       by, awaited);
 }
 
 /* NCCL's kernels wait without end and say nothing, so two events give its collectives a deadline. One event stays where
@@ -4637,13 +4619,13 @@ static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *co
    checks clears that time when it finds the event done, unless the time has changed since. */
 static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
 {
-    const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
+    const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     const int64_t now_us = kvpn_now_us();
     /* Before the record, so that no old time counts for the new one; and after it, because a check may have found the
        old one done. */
-    __atomic_store_n(&comm->watch_start_us[index], now_us, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
     if (cudaEventRecord(comm->teardown->watch[index], stream) == cudaSuccess)
-        __atomic_store_n(&comm->watch_start_us[index], now_us, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
     else
         (void)cudaGetLastError();
 }
@@ -4663,7 +4645,7 @@ static cudaError_t kvpn_query_event(cudaEvent_t event)
 /* When event k was recorded, if it is not done; 0: it is done. *error: the device's context is dead. */
 static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *error)
 {
-    int64_t start_us = __atomic_load_n(&comm->watch_start_us[k], __ATOMIC_SEQ_CST);
+    int64_t start_us = KVPRIM_NCCL_LOAD(&comm->watch_start_us[k]);
     const cudaError_t done = kvpn_query_event(comm->teardown->watch[k]);
     if (done == cudaErrorNotReady)
         return start_us;
@@ -4675,7 +4657,7 @@ static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *erro
 
 static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm *comm)
 {
-    const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
+    const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     cudaError_t error = cudaSuccess;
     int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
     const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
@@ -4683,7 +4665,7 @@ static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm 
         return kvpn_cuda_status(function, "an earlier kernel or copy on this device", error);
     if (oldest_us == 0 && latest_us != 0) {
         oldest_us = latest_us;
-        __atomic_store_n(&comm->watch_index, !index, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(&comm->watch_index, !index);
     }
     const int64_t age_ms = (kvpn_now_us() - oldest_us) / 1000;
     if (oldest_us == 0 || age_ms <= comm->timeout_ms)
@@ -4701,8 +4683,7 @@ KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
     KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
     if (kvpn_has_state(comm, kvpn_initialising))
         return KVPRIM_OK;
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(f, comm);
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(f, comm));
     kvprim_status s = kvpn_check_stop(f, comm);
     if (s == KVPRIM_OK)
         s = kvpn_nccl_status(f, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result));
@@ -5501,6 +5482,15 @@ static bool kvpn_may_use_window(const kvpn_call *c)
            (c->comm->nccl_borrowed || ((uintptr_t)c->send - buffer < bytes && (uintptr_t)c->recv - buffer < bytes));
 }
 
+static const char kvpn_in_group[] = "ncclSend and ncclRecv in a group";
+
+/* Closes a group of NCCL's, also after a call in it failed. */
+static ncclResult_t kvpn_end_nccl_group(const kvpn_call *c, ncclResult_t result)
+{
+    const ncclResult_t ended = kvpn_wait_for_nccl(c->comm->nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
+    return result == ncclSuccess ? ended : result;
+}
+
 /* Inside a window, NCCL 2.28.9 sums tensors wrongly that are not aligned to 16 bytes (reduce_scatter of 7 bf16, where
    rank 1's part begins at byte 14; all_reduce of fp8 from byte 1). ncclReduce has no symmetric kernels, so it reduces
    every part by itself, or everything to rank 0, and a broadcast follows. */
@@ -5513,11 +5503,10 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
     for (int r = 0; r < (part ? c->comm->world : 1) && result == ncclSuccess; r++)
         result =
             ncclReduce((const char *)c->send + (size_t)r * part, c->recv, c->count, c->type, op, r, nccl, c->stream);
-    const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
-    result = result == ncclSuccess ? ended : result;
-    if (result != ncclSuccess || part)
-        return result;
-    return ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, nccl, c->stream);
+    result = kvpn_end_nccl_group(c, result);
+    if (result == ncclSuccess && !part)
+        result = ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, nccl, c->stream);
+    return result;
 }
 
 /* As bytes, so that a type needs no version of NCCL's. all_gatherv, too: from 256 KB on a broadcast of each part takes
@@ -5537,8 +5526,21 @@ static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
             result = ncclRecv(recv, received, ncclUint8, r, nccl, c->stream);
         send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
-    const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
-    return result == ncclSuccess ? ended : result;
+    return kvpn_end_nccl_group(c, result);
+}
+
+/* Enqueues the calls of the communicator's open group. Of c, only comm and stream are used. */
+static ncclResult_t kvpn_enqueue_group(const kvpn_call *c)
+{
+    const kvpn_open_group *const group = &c->comm->teardown->group;
+    const ncclComm_t nccl = c->comm->nccl;
+    ncclResult_t result = ncclGroupStart();
+    for (int k = 0; k < group->calls_count && result == ncclSuccess; k++) {
+        const kvpn_group_call g = group->calls[k];
+        result = g.receives ? ncclRecv(g.memory, g.count, g.type, g.peer, nccl, c->stream)
+                            : ncclSend(g.memory, g.count, g.type, g.peer, nccl, c->stream);
+    }
+    return kvpn_end_nccl_group(c, result);
 }
 
 static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
@@ -5581,7 +5583,7 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
     if (!c->captured)
         kvpn_record_watch_event(comm, c->stream);
     else
-        __atomic_store_n(&comm->teardown->in_graphs, 1, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(&comm->teardown->in_graphs, 1);
     return KVPRIM_OK;
 }
 
@@ -5589,15 +5591,9 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
    successor start early. */
 static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 {
-    static const char *const names[] = {"ncclAllReduce",
-                                        "ncclReduceScatter",
-                                        "ncclAllGather",
-                                        "ncclSend and ncclRecv in a group",
-                                        "ncclSend and ncclRecv in a group",
-                                        "ncclSend and ncclRecv in a group",
-                                        "ncclBroadcast",
-                                        "ncclSend",
-                                        "ncclRecv"};
+    static const char *const names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
+                                        kvpn_in_group,   kvpn_in_group,       kvpn_in_group,
+                                        "ncclBroadcast", "ncclSend",          "ncclRecv"};
     const char *const f = c->function;
     kvprim_comm *const comm = c->comm;
     if (c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8)
@@ -5618,7 +5614,6 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 /* Keeps a call until kvprim_group_end. */
 static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 {
-    kvpn_group_call *const kept = group->calls + group->calls_count;
     if (c->kind < kvpn_send)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
                            c->function);
@@ -5631,28 +5626,11 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
     if (group->calls_count == group->calls_max)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the group has %d calls already, and takes no more", c->function,
                            (int)group->calls_count);
-    kept->memory = c->kind == kvpn_recv ? c->recv : (void *)(uintptr_t)c->send;
-    kept->count = c->count, kept->type = c->type, kept->peer = c->op_or_peer, kept->receives = c->kind == kvpn_recv;
-    group->stream = c->stream, group->calls_count++;
+    const bool receives = c->kind == kvpn_recv;
+    const kvpn_group_call kept = {receives ? c->recv : (void *)(uintptr_t)c->send, c->count, c->type, c->op_or_peer,
+                                  receives};
+    group->calls[group->calls_count++] = kept, group->stream = c->stream;
     return KVPRIM_OK;
-}
-
-/* Enqueues the calls of the communicator's open group. Of c, only comm is used. */
-static ncclResult_t kvpn_enqueue_group(const kvpn_call *c)
-{
-    const kvprim_comm *const comm = c->comm;
-    const kvpn_open_group *const group = &comm->teardown->group;
-    ncclResult_t result = ncclGroupStart();
-    if (result != ncclSuccess)
-        return result;
-    for (int k = 0; k < group->calls_count && result == ncclSuccess; k++) {
-        const kvpn_group_call *const kept = group->calls + k;
-        result = kept->receives
-                     ? ncclRecv(kept->memory, kept->count, kept->type, kept->peer, comm->nccl, group->stream)
-                     : ncclSend(kept->memory, kept->count, kept->type, kept->peer, comm->nccl, group->stream);
-    }
-    const ncclResult_t ended = kvpn_wait_for_nccl(comm->nccl, ncclGroupEnd(), &comm->state, kvpn_alive);
-    return result == ncclSuccess ? ended : result;
 }
 
 /* The stream, the device and the state may have changed since the calls were made. */
@@ -5666,14 +5644,13 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
         return KVPRIM_OK;
     KVPRIM_NCCL_TRY(kvpn_check_device(&c));
     KVPRIM_NCCL_TRY(kvpn_check_stop(f, comm));
-    return kvpn_enqueue_watched(&c, "ncclSend and ncclRecv in a group", kvpn_enqueue_group);
+    return kvpn_enqueue_watched(&c, kvpn_in_group, kvpn_enqueue_group);
 }
 
 KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
 {
     const char *const f = "kvprim_group_start";
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(f, comm);
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(f, comm));
     kvpn_open_group *const group = &comm->teardown->group;
     const bool nested = group->open != 0;
     if (!nested)
@@ -5687,8 +5664,7 @@ KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
 {
     const char *const f = "kvprim_group_end";
     KVPRIM_RANGE(f);
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(f, comm);
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(f, comm));
     kvpn_open_group *const group = &comm->teardown->group;
     const kvprim_status s =
         group->open ? kvpn_run_group(f, comm) : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
@@ -6242,9 +6218,9 @@ static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring
     const int32_t least = again ? ring->desc.slots : 1, most = again ? least : KVPRIM_MAX_RING_SLOTS;
     const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / KVPRIM_MAX_RING_SLOTS;
     if (d->slots < least || d->slots > most || d->slot_bytes < 1 || d->slot_bytes > most_bytes)
-        return kvprim_fail(
-            KVPRIM_ERROR_SIZE, "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %llu, must be 1 to %llu",
-            f, (int)d->slots, (int)least, (int)most, (unsigned long long)d->slot_bytes, (unsigned long long)most_bytes);
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %zu, must be 1 to %zu", f,
+                           d->slots, least, most, d->slot_bytes, most_bytes);
     return KVPRIM_OK;
 }
 
@@ -6263,8 +6239,7 @@ static kvprim_status kvpn_check_ring(const char *f, kvprim_ring *ring, const voi
     if (ring->desc.comm->teardown->group.open)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, whose work is later than the ring's events", f);
     if (bytes < 1 || bytes > ring->desc.slot_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %llu, must be 1 to %llu", f, (unsigned long long)bytes,
-                           (unsigned long long)ring->desc.slot_bytes);
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %zu, must be 1 to %zu", f, bytes, ring->desc.slot_bytes);
     if (ring->desc.reserved != 0 && ring->desc.reserved != way)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: this ring only %s", f,
                            way == kvpn_ring_sends ? "receives" : "sends");
@@ -6385,6 +6360,8 @@ KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
 #undef KVPRIM_NCCL_TRY
 #undef KVPRIM_NCCL_TRY_CUDA
 #undef KVPRIM_NCCL_TRY_NCCL
+#undef KVPRIM_NCCL_LOAD
+#undef KVPRIM_NCCL_STORE
 #endif /* implementation */
 
 /* MIT License
