@@ -6,22 +6,16 @@
        #define KVPRIM_IMPLEMENTATION
        #include "kvprim_nccl.h"
 
-       kvprim_status open(kvprim_comm *comm, int rank, int world, kvprim_comm_id id)
-       {
-           kvprim_comm_desc desc = {0};
-           desc.rank = rank, desc.world = world, desc.id = id;
-           return kvprim_comm_init(comm, &desc);
-       }
-       kvprim_status sum(kvprim_comm *comm, void *hidden, size_t count, cudaStream_t stream)
-       {
-           return kvprim_all_reduce(comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
-       }
+       kvprim_comm comm = {0};
+       kvprim_comm_desc desc = {0};
+       desc.rank = rank, desc.world = world, desc.id = id;
+       kvprim_status s = kvprim_comm_init(&comm, &desc);
+       s = kvprim_all_reduce(&comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
 
    What it does: it reduces, gathers and exchanges tensors across the GPUs of one job, on one machine or many, and sends
    them from one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of
    floats (not of fp64, and no products), gathers and all-to-alls between GPUs of one machine that write to each other's
-   memory. A caller needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a
-   struct ncclComm *.
+   memory. A caller needs neither CUDA's nor NCCL's headers.
 
    What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
    threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
@@ -76,18 +70,16 @@
                   kvprim_last_error() says which call of theirs failed, and why.
        Stream     A collective only enqueues, on a stream of the communicator's device, which is the current device.
                   NULL is the legacy default stream. Every rank calls the same collectives, with the same counts, types
-                  and operations, in the same order, and they must run in that order: on one stream, or on several that
-                  wait for each other. They may be captured into a graph, on all ranks or on none.
-       Threads    One thread at a time uses a communicator; several threads may use different ones at once.
-                  kvprim_comm_check and kvprim_comm_abort may be called from any thread, from the start of init to the
-                  call of destroy, also while another thread is inside init or a collective, and while streams are
-                  captured in any mode.
+                  and operations, and they must run in the same order: on one stream, or on several that wait for each
+                  other. They may be captured into a graph, on all ranks or on none.
+       Threads    One thread at a time uses a communicator. Only kvprim_comm_check and kvprim_comm_abort may be called
+                  from any thread at any time, from the start of init to the call of destroy, also while another thread
+                  is inside init or a collective, and while streams are captured in any mode.
        Processes  Only the process that called init uses the communicator. In a child that fork() made later, check,
                   abort and destroy return KVPRIM_ERROR_ARGUMENT and touch nothing; the other calls must not be made.
        Failure    A rank that gives up or is aborted sends nothing more and tells the others. Each call that an own
                   kernel serves then either has the right result or is followed by an error on its rank.
-       Alignment  Pointers are aligned to the element type. Multiples of 16 bytes are fastest.
-*/
+       Alignment  Pointers are aligned to the element type. Multiples of 16 bytes are fastest. */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
 
@@ -97,8 +89,7 @@
                                from 2.19 on, whichever version it was compiled with.
    KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
                                for each architecture.
-   KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
-   KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
+   KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API, KVPRIM_NVTX   as in kvprim.h; init, destroy and abort have ranges too */
 #include "kvprim.h"
 
 #if KVPRIM_VERSION != 300
@@ -117,16 +108,10 @@ struct ncclComm; /* what an ncclComm_t points to */
 
 /* Own kernels do all of these except PROD, on fp16, bf16, fp32, e4m3 and e5m2: in fp32, in the order of the ranks, then
    rounded to the type. e4m3 and e5m2 saturate as in kvprim_format: an infinity, too, becomes the largest finite value.
-   NCCL does the rest. */
-typedef enum kvprim_op {
-    KVPRIM_SUM = 0,
-    KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
-    KVPRIM_PROD = 2,
-    KVPRIM_MIN = 3, /* likewise */
-    /* own kernels: the sum in fp32, which may overflow, divided by world. NCCL: integers are divided by world after the
-       sum, other types are multiplied by 1/world before it */
-    KVPRIM_AVG = 4
-} kvprim_op;
+   NCCL does the rest. MAX and MIN of own kernels: NaN if any element is, and +0 is larger than -0; NCCL takes a number
+   before a NaN. AVG of own kernels: the sum in fp32, which may overflow, divided by world; NCCL divides integers by
+   world after the sum, and multiplies other types by 1/world before it. */
+typedef enum kvprim_op { KVPRIM_SUM = 0, KVPRIM_MAX = 1, KVPRIM_PROD = 2, KVPRIM_MIN = 3, KVPRIM_AVG = 4 } kvprim_op;
 
 /* >>comm ----------------------------------------------------------------------------------------------------------- */
 
@@ -135,9 +120,9 @@ typedef struct kvprim_comm_id {
     char bytes[128];
 } kvprim_comm_id;
 
-/* An all-gather that the caller provides: on every rank it copies what rank r passes as `mine` to (char *)all + r *
-   bytes. Returns 0 for success. init calls it up to four times, on the thread that called init, first with fewer bytes.
-   It must end by itself: neither init_timeout_ms nor kvprim_comm_abort interrupts it. */
+/* An all-gather of the caller's: on every rank it copies what rank r passes as `mine` to (char *)all + r * bytes, and
+   returns 0 for success. init calls it up to four times, on the thread that called init, first with fewer bytes. It
+   must end by itself: neither init_timeout_ms nor kvprim_comm_abort interrupts it. */
 typedef int (*kvprim_exchange)(void *context, const void *mine, void *all, size_t bytes);
 
 /* Zero-initialise, then set what differs. "The same" means the same on every rank; otherwise init fails on all of them.
@@ -146,23 +131,21 @@ typedef struct kvprim_comm_desc {
     int32_t rank, world; /* 0 <= rank < world */
     kvprim_comm_id id;   /* the same; ignored if `nccl` is set */
     size_t buffer_bytes; /* size of the communicator's buffer, the same; 0: no buffer */
-    /* how long a collective waits for other ranks; noticed some tens of milliseconds later; 0: 30 s */
-    int32_t timeout_ms;
+    int32_t timeout_ms;  /* how long a collective waits for other ranks, and some tens of ms more; 0: 30 s */
     /* 1, the same: what own kernels reduce (>>op), they reduce at every size, so that the bits are always the same.
        UNSUPPORTED where only NCCL can reduce */
     int32_t deterministic;
     /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start before its predecessor
-       ends, and then waits for that one's memory. That predecessor must itself have waited for what was before it,
-       which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
-       a programmatic edge, which cudaGraphGetEdges returns only with edge data */
+       ends, and then waits for that one's memory. A predecessor that is launched that way too, and is not this
+       library's, must itself have waited for what was before it. In a captured graph such a launch is a programmatic
+       edge, which cudaGraphGetEdges returns only with edge data */
     int32_t no_pdl;
-    /* 1: no own kernels, everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is
-       enough */
+    /* 1: everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is enough */
     int32_t no_kernels;
-    /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
-       half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
-       fit on the GPU together: three of them need a third each. A norm that follows NCCL's sum waits for nobody, and
-       may take more. Below 57, norms of large tokens are slower: they use no clusters of blocks */
+    /* the most multiprocessors that an own kernel holds while it runs and waits for other ranks; 0: half of them. The
+       smallest value of all ranks counts. Communicators whose kernels may run at the same time must fit on the GPU
+       together: three of them need a third each. A norm that follows NCCL's sum waits for nobody, and may take more.
+       Below 57, norms of large tokens are slower: they use no clusters of blocks */
     int32_t max_sms;
     /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels for tensors in the buffer. They are faster for
        some calls that NCCL serves, but no abort ends them, and an abort while any of NCCL's work is stuck leaves the
@@ -174,32 +157,30 @@ typedef struct kvprim_comm_desc {
     int32_t nccl_window;
     int32_t init_timeout_ms; /* how long init waits for other ranks, all its waits together; 0: ten minutes */
     int32_t padding;         /* must be 0 */
-    /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. The caller keeps it: neither
-       kvprim_comm_destroy nor _abort ends it or its collectives. It must live until kvprim_comm_destroy is called or
-       kvprim_comm_abort has returned */
+    /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. Neither kvprim_comm_destroy nor
+       _abort ends the caller's or its collectives. It must live until destroy is called or abort has returned */
     struct ncclComm *nccl;
-    /* own kernels serve tensors of up to so many bytes; ignored if deterministic, and by kvprim_all_reduce_norm */
-    size_t all_reduce_limit;
-    size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
-    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of
-       all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that one rank sends to another; by
-       default less if parts differ. All three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults
-       are measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more and for PCIe */
+    /* own kernels serve up to so many bytes. The same on every rank; 0: see kvprim_comm_describe. The defaults are
+       measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more and for PCIe */
+    size_t all_reduce_limit;     /* of the tensor; ignored if deterministic, and by kvprim_all_reduce_norm */
+    size_t reduce_scatter_limit; /* that each rank sends; ignored if deterministic */
+    /* that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of all_gatherv, all_to_all and
+       all_to_allv, `world` times the largest part counts that one rank sends to another; by default less if parts
+       differ */
     size_t all_gather_limit;
-    /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
-       collective; on every rank or on none */
+    /* init exchanges its data with this, for callers that do not want NCCL to run before the first collective; on every
+       rank or on none */
     kvprim_exchange exchange;
     void *exchange_context;
-    /* host array of `world` pointers: memory of every rank, as this GPU addresses it. Own kernels use it for their
-       slots, instead of memory that init allocates and exchanges (symmetric memory of a framework, say). On every rank
-       or on none. Aligned to 16; the caller must not read or write it until destroy has returned on all ranks */
+    /* host array of `world` pointers: memory of every rank, as this GPU addresses it (a framework's symmetric memory,
+       say), which own kernels use for their slots instead of memory that init allocates and exchanges. On every rank or
+       on none. Aligned to 16; the caller must not read or write it until destroy has returned on all ranks */
     void *const *peers;
     size_t peer_bytes; /* size of each; at least 16 MB; at most 33,562,624 (32 MB and 8,192 bytes) of it are used */
     int64_t reserved;  /* must be 0 */
 } kvprim_comm_desc;
 
-/* Lives in the caller's memory, and must not move while in use. Its fields are the implementation's: read them, but do
-   not write them. */
+/* Lives in the caller's memory, and must not move while in use. Its fields are the implementation's: read only. */
 typedef struct kvprim_comm {
     struct ncclComm *nccl;
     int32_t rank, world, device;
@@ -246,51 +227,49 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    are on for two ranks only, and off if NCCL_P2P_LEVEL is set to less than SYS; a GPU that CUDA_VISIBLE_DEVICES hides
    from another rank's process counts as connected by NVLink. They take 32 MB of device memory; where they are compiled
    but off, kvprim_all_reduce_norm takes 8 MB. kvprim_comm_describe says whether they are on, and if not, why.
-   Errors, on every rank where it is something that ranks compare, and where another rank failed after NCCL's
-   communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and
-   limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or versions of
-   kvprim that differ), TIMEOUT (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error
-   everything is freed again, as destroy does after an abort; after a TIMEOUT with `nccl` set, as soon as the caller
-   ends that communicator. */
+   Errors, on every rank if ranks differ, or if another rank failed after NCCL's communicator was made: NULL, ARGUMENT
+   (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and limits that differ), SIZE
+   (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or versions of kvprim that differ), TIMEOUT
+   (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error everything is freed again, as
+   destroy does after an abort; after a TIMEOUT with `nccl` set, as soon as the caller ends that communicator. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
    collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Ranks
-   write to each other's memory, so destroy waits for the others to let go of this rank's. For ranks of this process it
-   waits up to a second; if one comes later, a thread frees the memory. For ranks of other processes it waits up to
-   timeout_ms or a second, whichever is longer, and a second after an abort or a TIMEOUT; if one comes later, 32 MB stay
-   allocated until the process ends. Graphs that hold own kernels of the communicator must not be launched any more.
-   Graphs that hold collectives of NCCL's must be destroyed before.
+   write to each other's memory, so destroy waits until the others have let go of this rank's: up to a second for ranks
+   of this process (if one is later, a thread frees the memory then); for ranks of other processes up to timeout_ms or a
+   second, whichever is longer, and a second after an abort or a TIMEOUT (if one is later, 32 MB stay allocated until
+   the process ends). Graphs that hold own kernels of the communicator must not be launched any more; those that hold
+   collectives of NCCL's must be destroyed before.
    Errors: NULL, ARGUMENT (not initialised, already destroyed, moved, another process), TIMEOUT (NCCL has not ended
    after timeout_ms because graphs with its collectives exist, or another call has not returned: only another destroy
    may follow, which goes on), CUDA, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
 
 /* For a rank whose peers are gone; not collective, from any thread. Ends the collectives that wait, whose results are
-   lost, and tells the other ranks. Returns within a second. Leaves all memory as it is, the buffer and what captured
-   graphs touch, until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes
-   init fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
+   lost, and tells the other ranks. Returns within a second. All memory, the buffer and what captured graphs touch,
+   stays until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes init
+   fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
    Errors: NULL, ARGUMENT (not initialised, already aborted, moved, another process). */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
 /* Reports what went wrong since init if no call has reported it; does not wait. KVPRIM_OK while init runs.
    Errors: NULL, ARGUMENT (not initialised, aborted, moved, another process), NCCL (an error of a peer or of the
-   network), CUDA (the device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank,
-   here or on another rank, or another rank was aborted: the text says which, and this and every later collective has
-   ended without a result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which
-   rank it waits for, and calls that are captured into graphs or stand between NCCL's own ncclGroupStart and
-   ncclGroupEnd are not watched. After a TIMEOUT call kvprim_comm_abort. Another thread may do so while this one sits in
-   cudaStreamSynchronize, which then returns. A watchdog's thread should call cudaSetDevice once, or CUDA may make a
-   context on device 0 for it. */
+   network), CUDA (the device's context is dead), TIMEOUT, after which kvprim_comm_abort should be called: another
+   thread may do so while this one sits in cudaStreamSynchronize, which then returns. Either an own kernel waited
+   timeout_ms for a rank, here or on another rank, or another rank was aborted: the text says which, and this and every
+   later collective has ended without a result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL
+   does not say which rank it waits for, and calls that are captured into graphs or stand between NCCL's own
+   ncclGroupStart and ncclGroupEnd are not watched. A watchdog's thread should call cudaSetDevice once, or CUDA may make
+   a context on device 0 for it. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
-/* The buffer, or NULL if there is none or comm is not alive. If bytes is not NULL, *bytes receives its size. It is
-   device memory, aligned to 256 and uninitialised, and lives until destroy. It exists for nccl_window: own kernels are
-   as fast on any other memory. */
+/* The buffer, or NULL if there is none or comm is not alive; *bytes, unless bytes is NULL: its size. It is device
+   memory, aligned to 256 and uninitialised, until destroy, for nccl_window: own kernels are as fast on any memory. */
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes);
 
-/* Says versions, the slowest link between ranks, multiprocessors, limits, timeouts, which fast paths are on, and why
-   the others are off. Valid as long as comm. */
+/* Versions, the slowest link between ranks, multiprocessors, limits, timeouts, which fast paths are on, and why the
+   others are off. Valid as long as comm. */
 KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
 
 /* >>collective -----------------------------------------------------------------------------------------------------
@@ -318,8 +297,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm,
                                                               struct CUstream_st *stream);
 
 /* all_gather of parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
-   ends. counts: host array of `world` numbers, the same on every rank, free to reuse when the call returns. send may be
-   NULL if this rank's count is 0. In place: send is this rank's part of recv. */
+   ends. counts: host array of `world` numbers, the same on every rank, which the call only reads until it returns. send
+   may be NULL if this rank's count is 0. In place: send is this rank's part of recv. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -332,8 +311,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, voi
                                                           struct CUstream_st *stream);
 
 /* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
-   another, in the order of the other side's ranks. counts: host array of world * world numbers, the same on every rank,
-   free to reuse when the call returns. A side without elements may be NULL. */
+   another, in the order of the other side's ranks. counts: as above, world * world numbers. A side without elements may
+   be NULL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -344,7 +323,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_broadcast(kvprim_comm *comm, void
 
 /* A send meets the peer's recv of the same count and dtype; each side's kernel waits for the other. The first call to a
    peer in each direction returns when the peer has made its own: NCCL connects them. Ranks that send to each other at
-   once wait for ever, unless one of them receives first, or both put their calls into a group (>>group). */
+   once wait for ever, unless one receives first, or both use a group (>>group). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count,
                                                     kvprim_dtype dtype, int32_t peer, struct CUstream_st *stream);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
@@ -3175,7 +3154,8 @@ static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout
     return true;
 }
 
-/* Waits for what a communicator of NCCL's that does not block began, for as long as *word is `wanted`. */
+/* A call on a communicator of NCCL's that does not block may return ncclInProgress: waits until what it began is done,
+   or *word is no longer `wanted`. */
 static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
 {
     while (result == ncclInProgress && KVPRIM_NCCL_LOAD(word) == wanted) {
@@ -3185,15 +3165,15 @@ static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, con
     return result;
 }
 
-/* Lets this thread do what CUDA forbids while any stream is captured (query, allocate, synchronise), if mode says so:
-   nothing here touches a captured stream. Returns the mode that sets it back. */
+/* In the relaxed mode a thread may query, allocate and synchronise while any stream is captured. Nothing here touches a
+   captured stream. Returns the mode before. */
 static enum cudaStreamCaptureMode kvpn_set_capture_mode(enum cudaStreamCaptureMode mode)
 {
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     return mode;
 }
 
-/* Runs it on a thread that ends by itself. False: there is no thread to be had. */
+/* Runs it on a new thread, which ends by itself. False: no thread can be made. */
 static bool kvpn_start_thread(void *(*run)(void *), void *argument)
 {
     pthread_t thread;
@@ -3203,11 +3183,12 @@ static bool kvpn_start_thread(void *(*run)(void *), void *argument)
     return true;
 }
 
-/* If there is no thread to be had, runs it on this one, which may then wait as long as NCCL does. */
-static void kvpn_start_thread_or_run(void *(*run)(void *), void *argument)
+/* The same if `apart`; otherwise, or if no thread can be made, runs it on this one, which may then wait as long as NCCL
+   does. `run` may change the device and the capture mode. */
+static void kvpn_run(void *(*run)(void *), void *argument, bool apart)
 {
     int device = 0;
-    if (kvpn_start_thread(run, argument))
+    if (apart && kvpn_start_thread(run, argument))
         return;
     const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     (void)cudaGetDevice(&device);
@@ -3218,11 +3199,10 @@ static void kvpn_start_thread_or_run(void *(*run)(void *), void *argument)
 
 KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
 {
-    const char *const f = "kvprim_comm_new_id";
     ncclUniqueId id;
     if (!out)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", f);
-    KVPRIM_NCCL_TRY_NCCL(ncclGetUniqueId(&id));
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", __func__);
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(__func__, "ncclGetUniqueId", ncclGetUniqueId(&id)));
     memcpy(out->bytes, id.internal, sizeof out->bytes);
     return KVPRIM_OK;
 }
@@ -3291,10 +3271,9 @@ static kvprim_status kvpn_enter_alive(const char *function, kvprim_comm *comm)
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
-/* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it,
-   which is the owner unless others come late (kvpn_free_slots). A rank of another process has a mapping, and
-   the owner waits until it is closed. If the owner dies, the mapping keeps the memory (seen on H200s, undefined in
-   CUDA). */
+/* A rank's page and slots. Each rank of the same process that writes there has a reference. The last one frees it: the
+   owner, unless others come late (kvpn_free_slots). A rank of another process has a mapping, and the owner waits until
+   it is closed. If the owner dies, the mapping keeps the memory (seen on H200s, undefined in CUDA). */
 typedef struct kvpn_slots {
     int32_t refs, device;
     uint64_t nonce; /* the rank's random number from init */
@@ -3327,24 +3306,18 @@ static kvpn_slots *kvpn_retain_slots(uint64_t nonce)
     return slots;
 }
 
-/* Their device is the current one. */
-static void kvpn_free_slots_here(kvpn_slots *slots)
-{
-    (void)cudaFree(slots->memory);
-    free(slots);
-}
-
-/* On a thread of its own: cudaFree waits for what runs on the memory's device, whose rank may wait for this one there,
-   in a collective of another communicator. */
-static void *kvpn_free_slots_of_other(void *argument)
+static void *kvpn_free_slots_memory(void *argument)
 {
     kvpn_slots *const slots = (kvpn_slots *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     (void)cudaSetDevice(slots->device);
-    kvpn_free_slots_here(slots);
+    (void)cudaFree(slots->memory);
+    free(slots);
     return NULL;
 }
 
+/* Another rank's memory is freed on a thread of its own: cudaFree waits for what runs on the memory's device, and there
+   a collective of another communicator may wait for this rank. */
 static void kvpn_release_slots(kvpn_slots *slots, bool own)
 {
     if (!slots)
@@ -3357,10 +3330,8 @@ static void kvpn_release_slots(kvpn_slots *slots, bool own)
     if (last)
         *link = slots->next;
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
-    if (last && own)
-        kvpn_free_slots_here(slots);
-    else if (last)
-        kvpn_start_thread_or_run(kvpn_free_slots_of_other, slots);
+    if (last)
+        kvpn_run(kvpn_free_slots_memory, slots, !own);
 }
 
 /* >>impl_teardown -------------------------------------------------------------------------------------------------- */
@@ -3404,29 +3375,23 @@ static void kvpn_release_teardown(kvpn_teardown *teardown)
     free(teardown);
 }
 
-/* Without this, NCCL never gives the window's memory back. But it waits for work that is stuck, so an abort skips it
-   unless all work is done. */
-static void kvpn_deregister_window(kvpn_teardown *teardown)
-{
-#ifdef KVPRIM_NCCL_WINDOWS
-    bool idle = !KVPRIM_NCCL_LOAD(&teardown->in_graphs);
-    (void)cudaSetDevice(teardown->device);
-    for (int k = 0; k < 2; k++)
-        idle = idle && cudaEventQuery(teardown->watch[k]) == cudaSuccess;
-    if (teardown->window && (idle || !teardown->aborts))
-        teardown->result = ncclCommWindowDeregister(teardown->nccl, (ncclWindow_t)teardown->window);
-    (void)cudaGetLastError();
-#else
-    (void)teardown;
-#endif
-}
-
+/* NCCL keeps a window's memory for ever unless the window is deregistered. That waits for work that is stuck, so an
+   abort skips it unless all work is done. */
 static void *kvpn_run_teardown(void *argument)
 {
     kvpn_teardown *const teardown = (kvpn_teardown *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    if (teardown->window)
-        kvpn_deregister_window(teardown);
+#ifdef KVPRIM_NCCL_WINDOWS
+    if (teardown->window) {
+        (void)cudaSetDevice(teardown->device);
+        const bool idle = !KVPRIM_NCCL_LOAD(&teardown->in_graphs) &&
+                          cudaEventQuery(teardown->watch[0]) == cudaSuccess &&
+                          cudaEventQuery(teardown->watch[1]) == cudaSuccess;
+        if (idle || !teardown->aborts)
+            (void)ncclCommWindowDeregister(teardown->nccl, (ncclWindow_t)teardown->window);
+        (void)cudaGetLastError();
+    }
+#endif
     teardown->result = teardown->aborts ? ncclCommAbort(teardown->nccl) : ncclCommDestroy(teardown->nccl);
     if (teardown->result == ncclInProgress) /* a communicator that does not block: it cannot be asked any more */
         teardown->result = ncclSuccess;
@@ -3445,7 +3410,7 @@ static void kvpn_start_teardown(kvprim_comm *comm, bool aborts)
     (void)kvpn_add(&teardown->refs, 1);
     teardown->nccl = nccl, teardown->aborts = aborts;
     teardown->window = KVPRIM_NCCL_LOAD(&comm->window); /* init may still wait for it */
-    kvpn_start_thread_or_run(kvpn_run_teardown, teardown);
+    kvpn_run(kvpn_run_teardown, teardown, true);
 }
 
 /* False: it has not ended after timeout_ms. True also if it was never started. */
@@ -3492,10 +3457,10 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
 }
 
 /* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
-   Each rank frees its own memory once the other ranks have let go of it, which they do soon. After a second, the last
-   of them in this process frees it (kvpn_free_slots_of_other says why not here). For those of other processes destroy
-   waits up to timeout_ms or others_ms, whichever is longer, and others_ms after a stop or a failed init. If one comes
-   later, the memory stays: CUDA does not define what becomes of a mapping whose memory is freed. */
+   Each rank frees its own memory once the other ranks have let go of it, which they do soon. After others_ms, the last
+   of them in this process frees it. For those of other processes destroy waits up to timeout_ms or others_ms, whichever
+   is longer, and others_ms after a stop or a failed init. If one comes later, the memory stays: CUDA does not define
+   what becomes of a mapping whose memory is freed. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
@@ -3706,9 +3671,9 @@ static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *
     if (theirs->version / 100 != mine->version / 100 || theirs->protocol != mine->protocol ||
         theirs->info_bytes != mine->info_bytes)
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %u.%u.%u (%u)",
+                           "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %d.%d.%d (%u)",
                            r, theirs->version / 10000, theirs->version / 100 % 100, theirs->version % 100,
-                           theirs->protocol, mine->version / 10000, mine->version / 100 % 100, mine->version % 100,
+                           theirs->protocol, KVPRIM_VERSION_MAJOR, KVPRIM_VERSION_MINOR, KVPRIM_VERSION_PATCH,
                            mine->protocol);
     if (!theirs->ok)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
@@ -4319,9 +4284,8 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
                            "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s",
                            task->off_reason);
     comm->in_windows = comm->nccl_window, comm->clusters = 1;
-    for (int r = 0; r < comm->world && !comm->nccl_borrowed; r++)
-        comm->in_windows = comm->in_windows && task->all[r].window;
     for (int r = 0; r < comm->world; r++) {
+        comm->in_windows = comm->in_windows && (comm->nccl_borrowed || task->all[r].window);
         comm->clusters = comm->clusters && task->all[r].clusters;
         comm->link = task->all[r].link > comm->link ? task->all[r].link : comm->link;
     }
@@ -4417,12 +4381,9 @@ static void kvpn_call_exchange(kvpn_init_task *task)
     KVPRIM_NCCL_STORE(&task->exchange_requested, 0);
 }
 
-/* Together less than the second that kvprim_comm_abort promises: for init to notice, for active calls that are not
-   blocked, for NCCL to end, for the other ranks to be told. */
+/* How long abort waits; in all less than the second that it promises: until init notices, active calls return, NCCL has
+   ended, the other ranks are told. destroy may have to wait for an abort: */
 enum { kvpn_cancel_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_notify_ms = 100 };
-
-/* Longer than the second that an abort in another thread may take: for active calls to return, and for the thread that
-   tells the other ranks. */
 enum { kvpn_destroy_calls_ms = 2000, kvpn_destroy_notify_ms = 1000 };
 
 /* Waits until init is done. False: after a timeout or an abort, init was left running. */
@@ -4525,24 +4486,22 @@ static void *kvpn_notify_ranks(void *argument)
 /* Calls nothing of CUDA's itself. */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_comm_abort";
-    KVPRIM_RANGE(f);
-    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
+    KVPRIM_RANGE(__func__);
+    KVPRIM_NCCL_TRY(kvpn_check_process(__func__, comm));
     if (kvpn_enter(comm, kvpn_initialising, kvpn_aborted)) {
         (void)kvpn_wait_until(&comm->state, 0, kvpn_cancel_ms + kvpn_nccl_ms + kvpn_calls_ms);
         kvpn_leave(comm);
         return KVPRIM_OK;
     }
     if (!kvpn_enter(comm, kvpn_alive, kvpn_aborted))
-        return kvpn_fail_not_alive(f, comm);
+        return kvpn_fail_not_alive(__func__, comm);
     if (comm->stop) {
         comm->notifying = 1;
         KVPRIM_NCCL_STORE(comm->stop, (uint32_t)kvpn_stop_aborted | (uint32_t)comm->rank << 8);
-        kvpn_start_thread_or_run(kvpn_notify_ranks, comm);
+        kvpn_run(kvpn_notify_ranks, comm, true);
     }
-    (void)kvpn_wait_until(&comm->active_calls, 1,
-                          kvpn_calls_ms); /* a call that is blocked inside NCCL needs what follows */
-    kvpn_start_teardown(comm, true);
+    (void)kvpn_wait_until(&comm->active_calls, 1, kvpn_calls_ms);
+    kvpn_start_teardown(comm, true); /* also ends a call that is still blocked inside NCCL */
     (void)kvpn_wait_for_teardown(comm, kvpn_nccl_ms);
     (void)kvpn_wait_until(&comm->notifying, 0, kvpn_notify_ms);
     kvpn_leave(comm);
@@ -4655,10 +4614,15 @@ static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *erro
     return 0;
 }
 
-static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm *comm)
+/* Whether NCCL reports an error, or has passed the deadline. */
+static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
 {
     const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     cudaError_t error = cudaSuccess;
+    ncclResult_t result = ncclSuccess;
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(function, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result)));
+    if (result != ncclInProgress)
+        KVPRIM_NCCL_TRY(kvpn_nccl_status(function, "an earlier collective", result));
     int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
     const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
     if (error != cudaSuccess)
@@ -4678,19 +4642,12 @@ static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm 
 
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_comm_check";
-    ncclResult_t result = ncclSuccess;
-    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
+    KVPRIM_NCCL_TRY(kvpn_check_process(__func__, comm));
     if (kvpn_has_state(comm, kvpn_initialising))
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(f, comm));
-    kvprim_status s = kvpn_check_stop(f, comm);
-    if (s == KVPRIM_OK)
-        s = kvpn_nccl_status(f, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result));
-    if (s == KVPRIM_OK && result != ncclInProgress)
-        s = kvpn_nccl_status(f, "an earlier collective", result);
-    if (s == KVPRIM_OK)
-        s = kvpn_check_nccl_deadline(f, comm);
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    const kvprim_status stopped = kvpn_check_stop(__func__, comm),
+                        s = stopped != KVPRIM_OK ? stopped : kvpn_check_nccl(__func__, comm);
     kvpn_leave(comm);
     return s;
 }
@@ -4701,7 +4658,7 @@ KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes)
     if (bytes)
         *bytes = alive ? comm->buffer_bytes : 0;
     if (!alive)
-        (void)kvpn_fail_not_alive("kvprim_comm_buffer", comm);
+        (void)kvpn_fail_not_alive(__func__, comm);
     return alive ? comm->buffer : NULL;
 }
 
@@ -5649,14 +5606,13 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
 
 KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_group_start";
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(f, comm));
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
     kvpn_open_group *const group = &comm->teardown->group;
     const bool nested = group->open != 0;
     if (!nested)
         group->open = 1, group->calls_count = 0, group->failed = KVPRIM_OK;
     kvpn_leave(comm);
-    return nested ? kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open already: groups do not nest", f)
+    return nested ? kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open already: groups do not nest", __func__)
                   : KVPRIM_OK;
 }
 

@@ -1130,7 +1130,7 @@ static kvprim_comm *share_memory(kvpn_slots *others, char **pages)
     kvpn_slots *const own = (kvpn_slots *)calloc(1, sizeof *own);
     for (int k = 0; k < 3; k++)
         CHECK(cudaMalloc((void **)&pages[k], kvpn_page) == cudaSuccess);
-    own->refs = 1, own->memory = pages[0], own->nonce = 6, others->refs = 2;
+    own->refs = 1, own->device = home, own->memory = pages[0], own->nonce = 6, others->refs = 2;
     kvpn_publish_slots(own);
     CHECK(cudaHostAlloc((void **)&comm->stop, sizeof *comm->stop, 0) == cudaSuccess);
     comm->slots[0] = own, comm->slots[2] = others, comm->mapped[1] = pages[1];
