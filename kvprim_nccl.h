@@ -3242,7 +3242,7 @@ static kvprim_status kvpn_check_process(const char *function, const kvprim_comm 
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                        "%s: comm belongs to process %d, which called init, and this is process %d", function,
-                       (int)comm->process, (int)getpid());
+                       comm->process, (int)getpid());
 }
 
 static void kvpn_leave(kvprim_comm *comm)
@@ -3352,9 +3352,9 @@ typedef struct kvpn_open_group {
     kvpn_group_call *calls;
 } kvpn_open_group;
 
-/* What ends NCCL's communicator, and the events that watch its work. NCCL's communicator does not end while a graph
-   with its collectives exists, or while another communicator's work is stuck on the same GPU. So a thread of its own
-   ends it. The last reference frees this. */
+/* What ends NCCL's communicator, and the events that watch its work. It does not end while a graph with its collectives
+   exists, or while another communicator's work is stuck on the same GPU, so a thread of its own ends it. The last
+   reference frees this. */
 typedef struct kvpn_teardown {
     int32_t refs, started, done, aborts, device;
     ncclComm_t nccl;
@@ -3424,8 +3424,8 @@ static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
     return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_nonces_word) + writer;
 }
 
-/* Lets go of other ranks' memory: takes this rank's nonce away from each page, and closes mappings. Then waits until
-   other processes have let go of this rank's memory, or can be waited for no longer. Returns whether they have. */
+/* Lets go of other ranks' memory: takes this rank's nonce away from each page, and closes mappings. Then waits for
+   other processes to do the same with this rank's memory. True: they have, or the context is dead. */
 static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
 {
     enum { closing_ms = 10 }; /* a nonce goes before its mapping does, by some 100 us */
@@ -3447,7 +3447,7 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
         if (cudaMemcpyAsync(nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces, cudaMemcpyDefault,
                             comm->stream) != cudaSuccess ||
             cudaStreamSynchronize(comm->stream) != cudaSuccess)
-            return true; /* nobody can be waited for: most likely the context is dead */
+            return true; /* most likely the context is dead */
         here = false;
         for (int r = 0; r < comm->world; r++)
             here = here || (!comm->slots[r] && nonces[r]);
@@ -3456,11 +3456,10 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
     return !here;
 }
 
-/* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
-   Each rank frees its own memory once the other ranks have let go of it, which they do soon. After others_ms, the last
-   of them in this process frees it. For those of other processes destroy waits up to timeout_ms or others_ms, whichever
-   is longer, and others_ms after a stop or a failed init. If one comes later, the memory stays: CUDA does not define
-   what becomes of a mapping whose memory is freed. */
+/* Turns own kernels off. Errors of what frees are not reported: nobody could act on them.
+   Each rank frees its own memory once the other ranks have let go of it, which they do soon. If one in this process
+   does so after others_ms, that one frees it. Other processes are waited for as kvprim_comm_destroy says, and others_ms
+   after a failed init. If one is later, the memory stays: CUDA does not define what becomes of its mapping. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
@@ -3623,7 +3622,7 @@ typedef struct kvpn_init_task {
     char error[512];
 } kvpn_init_task;
 
-/* After this, nothing of NCCL's may be used any more: the caller has left. */
+/* The caller has left, so nothing of NCCL's may be used any more. */
 static bool kvpn_is_cancelled(const kvpn_init_task *task)
 {
     return KVPRIM_NCCL_LOAD(&task->cancelled) != 0;
@@ -3648,7 +3647,7 @@ static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *task)
         return KVPRIM_OK;
     const ncclResult_t result = ncclAllGather(scratch + all, scratch, one, ncclChar, comm->nccl, comm->stream);
     KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
-    if (comm->window) /* see kvpn_deregister_window */
+    if (comm->window) /* see kvpn_run_teardown */
         KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(comm->teardown->watch[0], comm->stream));
     return kvpn_copy_and_wait(comm, task->all, scratch, all);
 }
@@ -3661,7 +3660,7 @@ static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
     return task->exchange_result == 0
                ? KVPRIM_OK
                : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
-                             (int)task->exchange_result);
+                             task->exchange_result);
 }
 
 static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *theirs, int r)
@@ -3855,8 +3854,8 @@ static void *kvpn_map_peer(kvpn_init_task *task, int r)
     return enabled == cudaSuccess || enabled == cudaErrorPeerAccessAlreadyEnabled ? comm->slots[r]->memory : NULL;
 }
 
-/* Reaches every other rank's memory and writes this rank's nonce there. So far kernels are on for all ranks or for
-   none. A rank that cannot reach another has no error, but no kernels. */
+/* Maps every other rank's memory and writes this rank's nonce there. If that fails it is no error, but own kernels are
+   off. Until here they are on for all ranks or for none. */
 static void kvpn_connect_peers(kvpn_init_task *task)
 {
     kvprim_comm *const comm = &task->comm;
@@ -3886,8 +3885,7 @@ static kvprim_status kvpn_check_nonces(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
-/* If NCCL gives no window, that is no error: collectives work without it. NCCL may fill in the window after the
-   call. */
+/* No window is no error: collectives work without it. NCCL may fill it in after the call. */
 static void kvpn_register_window(kvpn_init_task *task)
 {
 #ifdef KVPRIM_NCCL_WINDOWS
@@ -4469,8 +4467,8 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
 
 /* >>impl_end ------------------------------------------------------------------------------------------------------- */
 
-/* Stops own kernels: those that wait see the stop word in the host's memory, and later ones, and other ranks', see the
-   one in their page. On a thread of its own, because CUDA may not return while NCCL's work is stuck. */
+/* Kernels that wait see comm->stop. Later ones, and other ranks', see the stop reason in their page, which this writes,
+   on a thread of its own: CUDA may not return while NCCL's work is stuck. */
 static void *kvpn_notify_ranks(void *argument)
 {
     kvprim_comm *const comm = (kvprim_comm *)argument;
@@ -4572,16 +4570,16 @@ static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *co
                        by, awaited);
 }
 
-/* NCCL's kernels wait without end and say nothing, so two events give its collectives a deadline. One event stays where
-   it is until kvprim_comm_check finds it done, and its age counts. The other is recorded after each call, so that a
-   hang after the first is seen too. The thread that enqueues sets the time of the event that it records. A thread that
-   checks clears that time when it finds the event done, unless the time has changed since. */
+/* NCCL's kernels wait without end and say nothing, so two events give its collectives a deadline. Each call records
+   event watch_index. The other one is not recorded again until kvprim_comm_check finds it done, and its age counts;
+   then the two change places, so that later hangs are seen too. The thread that enqueues sets the time of the event
+   that it records. A thread that checks clears that time when it finds the event done, unless it has changed since. */
 static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
 {
     const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     const int64_t now_us = kvpn_now_us();
-    /* Before the record, so that no old time counts for the new one; and after it, because a check may have found the
-       old one done. */
+    /* before the record, so that no old time counts for it, and after it: meanwhile a check may have found the event
+       done and cleared the time */
     KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
     if (cudaEventRecord(comm->teardown->watch[index], stream) == cudaSuccess)
         KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
@@ -4589,8 +4587,7 @@ static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
         (void)cudaGetLastError();
 }
 
-/* Asks whether an event is done, which CUDA forbids while any stream is captured, and which is no error of the
-   caller's if it is not. */
+/* Also while a stream is captured. That an event is not done leaves no error behind for the caller. */
 static cudaError_t kvpn_query_event(cudaEvent_t event)
 {
     const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
@@ -4637,7 +4634,7 @@ static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
     return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
                        "%s: rank %d: a collective of NCCL's was not done %lld ms after its call; "
                        "NCCL does not say which other rank it waits for",
-                       function, (int)comm->rank, (long long)age_ms);
+                       function, comm->rank, (long long)age_ms);
 }
 
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
@@ -5557,7 +5554,7 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
                            "%s: dtype is %s, which NCCL reduces from 2.24 on, if all GPUs have compute capability 9.0; "
                            "this is %d",
-                           f, kvpn_type_of(c->dtype).name, (int)comm->nccl_version);
+                           f, kvpn_type_of(c->dtype).name, comm->nccl_version);
     if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
     return kvpn_enqueue_watched(c, names[c->kind], kvpn_enqueue_nccl);
@@ -5582,7 +5579,7 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
                            c->function, (void *)c->stream, (void *)group->stream);
     if (group->calls_count == group->calls_max)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the group has %d calls already, and takes no more", c->function,
-                           (int)group->calls_count);
+                           group->calls_count);
     const bool receives = c->kind == kvpn_recv;
     const kvpn_group_call kept = {receives ? c->recv : (void *)(uintptr_t)c->send, c->count, c->type, c->op_or_peer,
                                   receives};
@@ -6169,7 +6166,7 @@ static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring
         return kvpn_fail_not_alive(f, d->comm);
     if (d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank; desc->reserved is %lld",
-                           f, (int)d->peer, (long long)d->reserved);
+                           f, d->peer, (long long)d->reserved);
     const bool again = ring->self == ring;
     const int32_t least = again ? ring->desc.slots : 1, most = again ? least : KVPRIM_MAX_RING_SLOTS;
     const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / KVPRIM_MAX_RING_SLOTS;
@@ -6268,7 +6265,7 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
     const char *const f = "kvprim_ring_credit";
     KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
     if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, (int)n,
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, n,
                            (int)(ring->ended - ring->freed));
     ring->freed += (uint64_t)n;
     return KVPRIM_OK;
@@ -6320,19 +6317,4 @@ KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
 #undef KVPRIM_NCCL_STORE
 #endif /* implementation */
 
-/* MIT License
-
-   Copyright (c) 2026 the kvprim authors
-
-   Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
-   documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
-   rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to
-   permit persons to whom the Software is furnished to do so, subject to the following conditions:
-
-   The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
-   Software.
-
-   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
-   WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-   COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
-   OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
+/* Copyright (c) 2026 the kvprim authors, under the MIT License: its text ends kvprim.h, which this header needs. */
