@@ -15,7 +15,8 @@
    What it does: it reduces, gathers and exchanges tensors across the GPUs of one job, on one machine or many, and sends
    them from one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of
    floats (not of fp64, and no products), gathers and all-to-alls between GPUs of one machine that write to each other's
-   memory. A caller needs neither CUDA's nor NCCL's headers.
+   memory. A caller needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t a
+   struct ncclComm *.
 
    What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
    threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
@@ -157,8 +158,8 @@ typedef struct kvprim_comm_desc {
     int32_t nccl_window;
     int32_t init_timeout_ms; /* how long init waits for other ranks, all its waits together; 0: ten minutes */
     int32_t padding;         /* must be 0 */
-    /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. Neither kvprim_comm_destroy nor
-       _abort ends the caller's or its collectives. It must live until destroy is called or abort has returned */
+    /* an NCCL communicator of the caller's with these ranks, which kvprim_comm_destroy and _abort do not end, nor its
+       collectives. It must live until destroy is called or abort has returned. NULL: init makes one */
     struct ncclComm *nccl;
     /* own kernels serve up to so many bytes. The same on every rank; 0: see kvprim_comm_describe. The defaults are
        measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more and for PCIe */
@@ -265,7 +266,7 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
 /* The buffer, or NULL if there is none or comm is not alive; *bytes, unless bytes is NULL: its size. It is device
-   memory, aligned to 256 and uninitialised, until destroy, for nccl_window: own kernels are as fast on any memory. */
+   memory for nccl_window (own kernels are as fast on any), aligned to 256, uninitialised, and lives until destroy. */
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes);
 
 /* Versions, the slowest link between ranks, multiprocessors, limits, timeouts, which fast paths are on, and why the
@@ -297,8 +298,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm,
                                                               struct CUstream_st *stream);
 
 /* all_gather of parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
-   ends. counts: host array of `world` numbers, the same on every rank, which the call only reads until it returns. send
-   may be NULL if this rank's count is 0. In place: send is this rank's part of recv. */
+   ends. counts: host array of `world` numbers, the same on every rank, free to reuse when the call returns. send may be
+   NULL if this rank's count is 0. In place: send is this rank's part of recv. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -311,8 +312,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, voi
                                                           struct CUstream_st *stream);
 
 /* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
-   another, in the order of the other side's ranks. counts: as above, world * world numbers. A side without elements may
-   be NULL. */
+   another, in the order of the other side's ranks. counts: as in kvprim_all_gatherv. A side without elements may be
+   NULL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -3477,19 +3478,21 @@ static void kvpn_free_slots(kvprim_comm *comm)
     if (own)
         (void)kvpn_wait_until(&own->refs, 1, others_ms);
     kvpn_release_slots(own, true);
-    (void)cudaFreeHost(comm->stop);
+    if (comm->stop)
+        (void)cudaFreeHost(comm->stop);
     comm->stop = comm->stop_on_gpu = NULL;
 }
 
+/* Calls nothing of CUDA's for what was not made: init leaves an empty copy, and another thread may capture a stream. */
 static void kvpn_free_comm(kvprim_comm *comm)
 {
+    void *const memory[] = {comm->nccl_window ? NULL : comm->buffer, comm->scratch, comm->sums};
     kvpn_free_slots(comm);
     if (comm->buffer && comm->nccl_window)
         (void)ncclMemFree(comm->buffer);
-    else
-        (void)cudaFree(comm->buffer);
-    (void)cudaFree(comm->scratch);
-    (void)cudaFree(comm->sums);
+    for (int k = 0; k < 3; k++)
+        if (memory[k])
+            (void)cudaFree(memory[k]);
     if (comm->stream)
         (void)cudaStreamDestroy(comm->stream);
     kvpn_release_teardown(comm->teardown);
