@@ -3077,15 +3077,10 @@ enum {
     kvpn_max_hidden = 16384    /* of kvprim_all_reduce_norm */
 };
 
-/* Bindings to 0.3 know these sizes. */
-#if UINTPTR_MAX == UINT64_MAX
-static_assert(sizeof(kvprim_comm_id) == 128, "kvprim_comm_id");
-static_assert(sizeof(kvprim_comm_desc) == 248, "kvprim_comm_desc");
-static_assert(sizeof(kvprim_comm) == 1432, "kvprim_comm");
-static_assert(sizeof(kvprim_norm_desc) == 168, "kvprim_norm_desc");
-static_assert(sizeof(kvprim_ring_desc) == 48, "kvprim_ring_desc");
-static_assert(sizeof(kvprim_ring) == 592, "kvprim_ring");
-#endif
+static_assert(UINTPTR_MAX != UINT64_MAX ||
+                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1432 &&
+                   sizeof(kvprim_norm_desc) == 168 && sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
+              "bindings to 0.3 know these sizes");
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
 {
@@ -3874,20 +3869,6 @@ static void kvpn_connect_peers(kvpn_init_task *task)
     (void)cudaGetLastError();
 }
 
-/* After the third exchange: the nonces of all ranks must have arrived. */
-static kvprim_status kvpn_check_nonces(kvpn_init_task *task)
-{
-    uint64_t nonces[kvpn_max_world];
-    if (task->off_reason)
-        return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(
-        kvpn_copy_and_wait(&task->comm, nonces, kvpn_nonce_at(&task->comm, task->comm.rank, 0), sizeof nonces));
-    for (int r = 0; r < task->comm.world; r++)
-        if (nonces[r] != task->all[r].nonce)
-            task->off_reason = "another rank's copy to this rank's memory did not arrive";
-    return KVPRIM_OK;
-}
-
 /* No window is no error: collectives work without it. NCCL may fill it in after the call. */
 static void kvpn_register_window(kvpn_init_task *task)
 {
@@ -4295,6 +4276,23 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
+/* Before the last exchange: the nonces of all ranks must have arrived, and what launches need is loaded. */
+static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
+{
+    const kvprim_comm *const comm = &task->comm;
+    uint64_t nonces[kvpn_max_world];
+    if (!task->off_reason)
+        KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces));
+    for (int r = 0; r < comm->world && !task->off_reason; r++)
+        if (nonces[r] != task->all[r].nonce)
+            task->off_reason = "another rank's copy to this rank's memory did not arrive";
+#ifdef KVPRIM_NCCL_KERNELS
+    if (!task->off_reason)
+        kvpn_load_kernels(task);
+#endif
+    return kvpn_prepare_norm(task);
+}
+
 /* Each step fails on all ranks or on none: the exchange after it tells all of them. */
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
@@ -4305,12 +4303,7 @@ static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
     kvpn_find_links(task);
     kvpn_connect_peers(task);
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, KVPRIM_OK, all));
-    kvprim_status s = kvpn_check_nonces(task);
-#ifdef KVPRIM_NCCL_KERNELS
-    if (!task->off_reason)
-        kvpn_load_kernels(task);
-#endif
-    s = s == KVPRIM_OK ? kvpn_prepare_norm(task) : s;
+    const kvprim_status s = kvpn_finish_rank(task);
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s, all));
     return kvpn_decide(task);
