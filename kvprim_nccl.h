@@ -3179,9 +3179,9 @@ static bool kvpn_start_thread(void *(*run)(void *), void *argument)
     return true;
 }
 
-/* The same if `apart`; otherwise, or if no thread can be made, runs it on this one, which may then wait as long as NCCL
-   does. `run` may change the device and the capture mode. */
-static void kvpn_run(void *(*run)(void *), void *argument, bool apart)
+/* The same if `apart`; otherwise, or if no thread can be made, on this one, which may then wait as long as NCCL does.
+   `run` may change the device and the capture mode. */
+static void kvpn_run_job(void *(*run)(void *), void *argument, bool apart)
 {
     int device = 0;
     if (apart && kvpn_start_thread(run, argument))
@@ -3246,8 +3246,8 @@ static void kvpn_leave(kvprim_comm *comm)
     (void)kvpn_add(&comm->active_calls, -1);
 }
 
-/* Changes the state from `from` to `to` and counts the caller as an active call until kvpn_leave. Of several threads
-   one succeeds. False: the state is another. */
+/* Changes the state and counts the caller as an active call until kvpn_leave. False: the state is not `from`, or
+   another thread was faster. */
 static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 {
     if (!kvpn_has_state(comm, from))
@@ -3327,7 +3327,7 @@ static void kvpn_release_slots(kvpn_slots *slots, bool own)
         *link = slots->next;
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
     if (last)
-        kvpn_run(kvpn_free_slots_memory, slots, !own);
+        kvpn_run_job(kvpn_free_slots_memory, slots, !own);
 }
 
 /* >>impl_teardown -------------------------------------------------------------------------------------------------- */
@@ -3406,7 +3406,7 @@ static void kvpn_start_teardown(kvprim_comm *comm, bool aborts)
     (void)kvpn_add(&teardown->refs, 1);
     teardown->nccl = nccl, teardown->aborts = aborts;
     teardown->window = KVPRIM_NCCL_LOAD(&comm->window); /* init may still wait for it */
-    kvpn_run(kvpn_run_teardown, teardown, true);
+    kvpn_run_job(kvpn_run_teardown, teardown, true);
 }
 
 /* False: it has not ended after timeout_ms. True also if it was never started. */
@@ -3612,8 +3612,8 @@ typedef struct kvpn_init_task {
     size_t exchange_bytes;     /* how many of `mine` are exchanged; `all` is packed */
     const char *off_reason;    /* why kernels are off; NULL: so far they are not */
     int32_t refs, done, cancelled;
-    int32_t exchange_requested; /* 1: the caller's thread is to call desc.exchange */
-    int32_t exchange_result;
+    int32_t exchange_requested,
+        exchange_result; /* 1: the caller's thread is to call desc.exchange; what that returned */
     bool can_exchange;
     bool kernels_wait; /* own kernels wait for their predecessors: compiled for compute capability 9.0 or newer */
     kvprim_status status;
@@ -3677,7 +3677,7 @@ static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *
     return KVPRIM_OK;
 }
 
-/* Gives so many bytes of every rank's kvpn_rank_info to every rank, with the status of the step before it. If that step
+/* Every rank gets the first `bytes` of every rank's kvpn_rank_info, with the status of the step before. If that step
    failed on one rank, all ranks give up together; one alone would leave the others waiting. */
 static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status status, size_t bytes)
 {
@@ -3833,8 +3833,7 @@ static void kvpn_find_links(kvpn_init_task *task)
     (void)cudaGetLastError();
 }
 
-/* Rank r's memory: of a rank of this process as it is, of one of another process through CUDA's IPC. NULL: out of
-   reach. */
+/* Rank r's memory, which another process shares through CUDA's IPC. NULL: out of reach. */
 static void *kvpn_map_peer(kvpn_init_task *task, int r)
 {
     kvprim_comm *const comm = &task->comm;
@@ -4375,8 +4374,8 @@ static void kvpn_call_exchange(kvpn_init_task *task)
     KVPRIM_NCCL_STORE(&task->exchange_requested, 0);
 }
 
-/* How long abort waits; in all less than the second that it promises: until init notices, active calls return, NCCL has
-   ended, the other ranks are told. destroy may have to wait for an abort: */
+/* abort waits for init to notice, active calls to return, NCCL to end, other ranks to be told: together less than the
+   second that it promises. destroy waits for calls, an abort among them, and for the telling. */
 enum { kvpn_cancel_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_notify_ms = 100 };
 enum { kvpn_destroy_calls_ms = 2000, kvpn_destroy_notify_ms = 1000 };
 
@@ -4492,7 +4491,7 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
     if (comm->stop) {
         comm->notifying = 1;
         KVPRIM_NCCL_STORE(comm->stop, (uint32_t)kvpn_stop_aborted | (uint32_t)comm->rank << 8);
-        kvpn_run(kvpn_notify_ranks, comm, true);
+        kvpn_run_job(kvpn_notify_ranks, comm, true);
     }
     (void)kvpn_wait_until(&comm->active_calls, 1, kvpn_calls_ms);
     kvpn_start_teardown(comm, true); /* also ends a call that is still blocked inside NCCL */
@@ -5518,9 +5517,8 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
     }
 }
 
-/* Enqueues, and gives what was enqueued a deadline, unless a graph runs it later. NCCL connects ranks at the first call
-   that needs them, which CUDA forbids a thread that captures, and every thread while another one captures in the global
-   mode, unless its own mode is relaxed. */
+/* What it enqueues gets a deadline, unless a graph runs it later. NCCL connects ranks at the first call that needs this,
+   which CUDA forbids while this thread captures, or another one in the global mode, except in the relaxed mode. */
 static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
                                           ncclResult_t (*enqueue)(const kvpn_call *))
 {
