@@ -5517,8 +5517,8 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
     }
 }
 
-/* What it enqueues gets a deadline, unless a graph runs it later. NCCL connects ranks at the first call that needs this,
-   which CUDA forbids while this thread captures, or another one in the global mode, except in the relaxed mode. */
+/* What it enqueues gets a deadline, unless a graph runs it later. NCCL connects ranks at the first call that needs
+   them. CUDA forbids that while this thread captures, or another one in the global mode, except in the relaxed mode. */
 static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
                                           ncclResult_t (*enqueue)(const kvpn_call *))
 {
