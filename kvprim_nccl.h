@@ -4345,22 +4345,16 @@ static void kvpn_release_init_task(kvpn_init_task *task)
     free(task);
 }
 
-static void kvpn_finish_init_task(kvpn_init_task *task, kvprim_status status)
-{
-    task->status = status;
-    (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
-    KVPRIM_NCCL_STORE(&task->done, 1);
-    kvpn_release_init_task(task);
-}
-
 static void *kvpn_run_init_task(void *argument)
 {
     kvpn_init_task *const task = (kvpn_init_task *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    const kvprim_status s = kvpn_run_init_steps(task);
+    task->status = kvpn_run_init_steps(task);
+    (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
     if (kvpn_is_cancelled(task))
         kvpn_start_teardown(&task->comm, true); /* the caller may have left before NCCL made a communicator */
-    kvpn_finish_init_task(task, s);
+    KVPRIM_NCCL_STORE(&task->done, 1);
+    kvpn_release_init_task(task);
     return NULL;
 }
 
@@ -4401,24 +4395,19 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *tas
     return true;
 }
 
-/* Gives the communicator to the caller, unless it was aborted meanwhile. */
-static bool kvpn_publish_comm(kvprim_comm *comm, kvpn_init_task *task)
-{
-    if (task->cancelled || task->status != KVPRIM_OK)
-        return false;
-    memcpy(comm, &task->comm, offsetof(kvprim_comm, self));
-    if (!kvpn_change(&comm->state, kvpn_initialising, kvpn_alive))
-        return false;
-    memset(&task->comm, 0, sizeof task->comm);
-    return true;
-}
-
-/* Says why there is no communicator, and leaves none. */
-static kvprim_status kvpn_fail_init(kvprim_comm *comm, kvpn_init_task *task, bool done, int timeout_ms)
+/* Gives the communicator to the caller, unless init failed or was aborted. Then says why there is none. */
+static kvprim_status kvpn_end_init(kvprim_comm *comm, kvpn_init_task *task, bool done, int timeout_ms)
 {
     const char *const f = "kvprim_comm_init";
     const int rank = task->desc.rank;
     kvprim_status s;
+    if (done && !task->cancelled && task->status == KVPRIM_OK) {
+        memcpy(comm, &task->comm, offsetof(kvprim_comm, self));
+        if (kvpn_change(&comm->state, kvpn_initialising, kvpn_alive)) {
+            memset(&task->comm, 0, sizeof task->comm);
+            return KVPRIM_OK;
+        }
+    }
     if (KVPRIM_NCCL_LOAD(&comm->state) == kvpn_aborted)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: kvprim_comm_abort was called", f, rank);
     else if (task->cancelled)
@@ -4446,15 +4435,17 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     kvpn_init_task *const task = kvpn_new_init_task(desc, device);
     if (!task)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+    if (!kvpn_start_thread(kvpn_run_init_task, task)) {
+        task->refs = 1;
+        kvpn_release_init_task(task);
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f);
+    }
     memset(comm, 0, sizeof *comm);
     comm->active_calls = 1, comm->process = (int32_t)getpid();
     KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_initialising);
     KVPRIM_NCCL_STORE(&comm->self, comm);
-    if (!kvpn_start_thread(kvpn_run_init_task, task))
-        kvpn_finish_init_task(task, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f));
     const bool done = kvpn_wait_for_init_task(comm, task, timeout_ms);
-    const kvprim_status s =
-        done && kvpn_publish_comm(comm, task) ? KVPRIM_OK : kvpn_fail_init(comm, task, done, timeout_ms);
+    const kvprim_status s = kvpn_end_init(comm, task, done, timeout_ms);
     kvpn_release_init_task(task);
     kvpn_leave(comm);
     return s;
@@ -5586,6 +5577,8 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
 {
     const kvpn_open_group *const group = &comm->teardown->group;
     kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
+    if (!group->open)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
     if (group->failed != KVPRIM_OK)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
     if (group->calls_count == 0)
@@ -5609,13 +5602,10 @@ KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
 
 KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_group_end";
-    KVPRIM_RANGE(f);
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(f, comm));
-    kvpn_open_group *const group = &comm->teardown->group;
-    const kvprim_status s =
-        group->open ? kvpn_run_group(f, comm) : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
-    group->open = 0;
+    KVPRIM_RANGE(__func__);
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    const kvprim_status s = kvpn_run_group(__func__, comm);
+    comm->teardown->group.open = 0;
     kvpn_leave(comm);
     return s;
 }
