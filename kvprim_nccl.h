@@ -6,21 +6,16 @@
        #define KVPRIM_IMPLEMENTATION
        #include "kvprim_nccl.h"
 
-       kvprim_status open(kvprim_comm *comm, int rank, int world, kvprim_comm_id id)
-       {
-           kvprim_comm_desc desc = {0};
-           desc.rank = rank, desc.world = world, desc.id = id;
-           return kvprim_comm_init(comm, &desc);
-       }
-       kvprim_status sum(kvprim_comm *comm, void *hidden, size_t count, cudaStream_t stream)
-       {
-           return kvprim_all_reduce(comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
-       }
+       kvprim_comm comm = {0};
+       kvprim_comm_desc desc = {0};
+       desc.rank = rank, desc.world = world, desc.id = id;
+       kvprim_status s = kvprim_comm_init(&comm, &desc);
+       s = kvprim_all_reduce(&comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
 
    What it does: it reduces, gathers and exchanges tensors across the GPUs of one job, on one machine or many, and sends
    them from one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of
    floats (not of fp64, and no products), gathers and all-to-alls between GPUs of one machine that write to each other's
-   memory. A caller needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a
+   memory. A caller needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t a
    struct ncclComm *.
 
    What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
@@ -79,18 +74,16 @@
                   kvprim_last_error() says which call of theirs failed, and why.
        Stream     A collective only enqueues, on a stream of the communicator's device, which is the current device.
                   NULL is the legacy default stream. Every rank calls the same collectives, with the same counts, types
-                  and operations, in the same order, and they must run in that order: on one stream, or on several that
-                  wait for each other. They may be captured into a graph, on all ranks or on none.
-       Threads    One thread at a time uses a communicator; several threads may use different ones at once.
-                  kvprim_comm_check and kvprim_comm_abort may be called from any thread, from the start of init to the
-                  call of destroy, also while another thread is inside init or a collective, and while streams are
-                  captured in any mode.
+                  and operations, and they must run in the same order: on one stream, or on several that wait for each
+                  other. They may be captured into a graph, on all ranks or on none.
+       Threads    One thread at a time uses a communicator. Only kvprim_comm_check and kvprim_comm_abort may be called
+                  from any thread at any time, from the start of init to the call of destroy, also while another thread
+                  is inside init or a collective, and while streams are captured in any mode.
        Processes  Only the process that called init uses the communicator. In a child that fork() made later, check,
                   abort and destroy return KVPRIM_ERROR_ARGUMENT and touch nothing; the other calls must not be made.
        Failure    A rank that gives up or is aborted sends nothing more and tells the others. Each call that an own
                   kernel serves then either has the right result or is followed by an error on its rank.
-       Alignment  Pointers are aligned to the element type. Multiples of 16 bytes are fastest.
-*/
+       Alignment  Pointers are aligned to the element type. Multiples of 16 bytes are fastest. */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
 
@@ -100,13 +93,11 @@
                                from 2.19 on, whichever version it was compiled with.
    KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
                                for each architecture.
-   KVPRIM_NO_NORM              the same for the kernels of kvprim_all_reduce_norm, which take 5 s; on all ranks or on
-                               none. kvprim_all_reduce_norm then returns KVPRIM_ERROR_UNSUPPORTED, and init takes no
-                               memory for it.
-   KVPRIM_NO_EXCHANGE          in that unit: leaves out the kernels of all_gather, all_gatherv, all_to_all and all_to_allv,
-                               which NCCL then serves. On all ranks or on none
-   KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
-   KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
+   KVPRIM_NO_NORM              the same for the kernels of kvprim_all_reduce_norm, which then returns
+                               KVPRIM_ERROR_UNSUPPORTED; init takes no memory for it. On all ranks or on none
+   KVPRIM_NO_EXCHANGE          the same for those of all_gather, all_gatherv, all_to_all and all_to_allv, which NCCL
+                               then serves. On all ranks or on none
+   KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API, KVPRIM_NVTX   as in kvprim.h; init, destroy and abort have ranges too */
 #include "kvprim.h"
 
 #if KVPRIM_VERSION != 300
@@ -125,16 +116,10 @@ struct ncclComm; /* what an ncclComm_t points to */
 
 /* Own kernels do all of these except PROD, on fp16, bf16, fp32, e4m3 and e5m2: in fp32, in the order of the ranks, then
    rounded to the type. e4m3 and e5m2 saturate as in kvprim_format: an infinity, too, becomes the largest finite value.
-   NCCL does the rest. */
-typedef enum kvprim_op {
-    KVPRIM_SUM = 0,
-    KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
-    KVPRIM_PROD = 2,
-    KVPRIM_MIN = 3, /* likewise */
-    /* own kernels: the sum in fp32, which may overflow, divided by world. NCCL: integers are divided by world after the
-       sum, other types are multiplied by 1/world before it */
-    KVPRIM_AVG = 4
-} kvprim_op;
+   NCCL does the rest. MAX and MIN of own kernels: NaN if any element is, and +0 is larger than -0; NCCL takes a number
+   before a NaN. AVG of own kernels: the sum in fp32, which may overflow, divided by world; NCCL divides integers by
+   world after the sum, and multiplies other types by 1/world before it. */
+typedef enum kvprim_op { KVPRIM_SUM = 0, KVPRIM_MAX = 1, KVPRIM_PROD = 2, KVPRIM_MIN = 3, KVPRIM_AVG = 4 } kvprim_op;
 
 /* >>comm ----------------------------------------------------------------------------------------------------------- */
 
@@ -143,9 +128,9 @@ typedef struct kvprim_comm_id {
     char bytes[128];
 } kvprim_comm_id;
 
-/* An all-gather that the caller provides: on every rank it copies what rank r passes as `mine` to (char *)all + r *
-   bytes. Returns 0 for success. init calls it up to four times, on the thread that called init, first with fewer bytes.
-   It must end by itself: neither init_timeout_ms nor kvprim_comm_abort interrupts it. */
+/* An all-gather of the caller's: on every rank it copies what rank r passes as `mine` to (char *)all + r * bytes, and
+   returns 0 for success. init calls it up to four times, on the thread that called init, first with fewer bytes. It
+   must end by itself: neither init_timeout_ms nor kvprim_comm_abort interrupts it. */
 typedef int (*kvprim_exchange)(void *context, const void *mine, void *all, size_t bytes);
 
 /* Zero-initialise, then set what differs. "The same" means the same on every rank; otherwise init fails on all of them.
@@ -154,23 +139,21 @@ typedef struct kvprim_comm_desc {
     int32_t rank, world; /* 0 <= rank < world */
     kvprim_comm_id id;   /* the same; ignored if `nccl` is set */
     size_t buffer_bytes; /* size of the communicator's buffer, the same; 0: no buffer */
-    /* how long a collective waits for other ranks; noticed some tens of milliseconds later; 0: 30 s */
-    int32_t timeout_ms;
+    int32_t timeout_ms;  /* how long a collective waits for other ranks, and some tens of ms more; 0: 30 s */
     /* 1, the same: what own kernels reduce (>>op), they reduce at every size, so that the bits are always the same.
        UNSUPPORTED where only NCCL can reduce */
     int32_t deterministic;
     /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start before its predecessor
-       ends, and then waits for that one's memory. That predecessor must itself have waited for what was before it,
-       which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
-       a programmatic edge, which cudaGraphGetEdges returns only with edge data */
+       ends, and then waits for that one's memory. A predecessor that is launched that way too, and is not this
+       library's, must itself have waited for what was before it. In a captured graph such a launch is a programmatic
+       edge, which cudaGraphGetEdges returns only with edge data */
     int32_t no_pdl;
-    /* 1: no own kernels, everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is
-       enough */
+    /* 1: everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is enough */
     int32_t no_kernels;
-    /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
-       half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
-       fit on the GPU together: three of them need a third each. The kernel of a norm after a sum waits for nobody, and
-       may take more. Below 57, norms of large tokens are slower: they use no clusters of blocks */
+    /* the most multiprocessors that an own kernel holds while it runs and waits for other ranks; 0: half of them. The
+       smallest value of all ranks counts. Communicators whose kernels may run at the same time must fit on the GPU
+       together: three of them need a third each. The kernel of a norm after a sum waits for nobody, and may take more.
+       Below 57, norms of large tokens are slower: they use no clusters of blocks */
     int32_t max_sms;
     /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels for tensors in the buffer. They are faster for
        some calls that NCCL serves, but no abort ends them, and an abort while any of NCCL's work is stuck leaves the
@@ -182,32 +165,30 @@ typedef struct kvprim_comm_desc {
     int32_t nccl_window;
     int32_t init_timeout_ms; /* how long init waits for other ranks, all its waits together; 0: ten minutes */
     int32_t padding;         /* must be 0 */
-    /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. The caller keeps it: neither
-       kvprim_comm_destroy nor _abort ends it or its collectives. It must live until kvprim_comm_destroy is called or
-       kvprim_comm_abort has returned */
+    /* an NCCL communicator of the caller's with these ranks, which kvprim_comm_destroy and _abort do not end, nor its
+       collectives. It must live until destroy is called or abort has returned. NULL: init makes one */
     struct ncclComm *nccl;
-    /* own kernels serve tensors of up to so many bytes; ignored if deterministic, and by kvprim_all_reduce_norm */
-    size_t all_reduce_limit;
-    size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
-    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of
-       all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that one rank sends to another; by
-       default less if parts differ. All three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults
-       are measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more and for PCIe */
+    /* own kernels serve up to so many bytes. The same on every rank; 0: see kvprim_comm_describe. The defaults are
+       measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more and for PCIe */
+    size_t all_reduce_limit;     /* of the tensor; ignored if deterministic, and by kvprim_all_reduce_norm */
+    size_t reduce_scatter_limit; /* that each rank sends; ignored if deterministic */
+    /* that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of all_gatherv, all_to_all and
+       all_to_allv, `world` times the largest part counts that one rank sends to another; by default less if parts
+       differ */
     size_t all_gather_limit;
-    /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
-       collective; on every rank or on none */
+    /* init exchanges its data with this, for callers that do not want NCCL to run before the first collective; on every
+       rank or on none */
     kvprim_exchange exchange;
     void *exchange_context;
-    /* host array of `world` pointers: memory of every rank, as this GPU addresses it. Own kernels use it for their
-       slots, instead of memory that init allocates and exchanges (symmetric memory of a framework, say). On every rank
-       or on none. Aligned to 16; the caller must not read or write it until destroy has returned on all ranks */
+    /* host array of `world` pointers: memory of every rank, as this GPU addresses it (a framework's symmetric memory,
+       say), which own kernels use for their slots instead of memory that init allocates and exchanges. On every rank or
+       on none. Aligned to 16; the caller must not read or write it until destroy has returned on all ranks */
     void *const *peers;
     size_t peer_bytes; /* size of each; at least 16 MB; at most 33,562,624 (32 MB and 8,192 bytes) of it are used */
     int64_t reserved;  /* must be 0 */
 } kvprim_comm_desc;
 
-/* Lives in the caller's memory, and must not move while in use. Its fields are the implementation's: read them, but do
-   not write them. */
+/* Lives in the caller's memory, and must not move while in use. Its fields are the implementation's: read only. */
 typedef struct kvprim_comm {
     struct ncclComm *nccl;
     int32_t rank, world, device;
@@ -255,51 +236,50 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    from another rank's process counts as connected by NVLink. They take 32 MB of device memory; where they are
    compiled, on or off, kvprim_all_reduce_norm takes 8 MB for sums. kvprim_comm_describe says whether they are on, and
    if not, why.
-   Errors, on every rank where it is something that ranks compare, and where another rank failed after NCCL's
-   communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and
-   limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or versions of
-   kvprim that differ), TIMEOUT (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error
+   Errors, on every rank if ranks differ, or if another rank failed after NCCL's communicator was made: NULL, ARGUMENT
+   (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and limits that differ), SIZE
+   (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or versions of kvprim that differ, or what
+   was left out of them), TIMEOUT (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error
    everything is freed again, as destroy does after an abort; after a TIMEOUT with `nccl` set, as soon as the caller
    ends that communicator. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
    collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Ranks
-   write to each other's memory, so destroy waits for the others to let go of this rank's. For ranks of this process it
-   waits up to a second; if one comes later, a thread frees the memory. For ranks of other processes it waits up to
-   timeout_ms or a second, whichever is longer, and a second after an abort or a TIMEOUT; if one comes later, 32 MB stay
-   allocated until the process ends. Graphs that hold own kernels of the communicator must not be launched any more.
-   Graphs that hold collectives of NCCL's must be destroyed before.
+   write to each other's memory, so destroy waits until the others have let go of this rank's: up to a second for ranks
+   of this process (if one is later, a thread frees the memory then); for ranks of other processes up to timeout_ms or a
+   second, whichever is longer, and a second after an abort or a TIMEOUT (if one is later, 32 MB stay allocated until
+   the process ends). Graphs that hold own kernels of the communicator must not be launched any more; those that hold
+   collectives of NCCL's must be destroyed before.
    Errors: NULL, ARGUMENT (not initialised, already destroyed, moved, another process), TIMEOUT (NCCL has not ended
    after timeout_ms because graphs with its collectives exist, or another call has not returned: only another destroy
    may follow, which goes on), CUDA, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
 
 /* For a rank whose peers are gone; not collective, from any thread. Ends the collectives that wait, whose results are
-   lost, and tells the other ranks. Returns within a second. Leaves all memory as it is, the buffer and what captured
-   graphs touch, until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes
-   init fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
+   lost, and tells the other ranks. Returns within a second. All memory, the buffer and what captured graphs touch,
+   stays until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes init
+   fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
    Errors: NULL, ARGUMENT (not initialised, already aborted, moved, another process). */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
 /* Reports what went wrong since init if no call has reported it; does not wait. KVPRIM_OK while init runs.
    Errors: NULL, ARGUMENT (not initialised, aborted, moved, another process), NCCL (an error of a peer or of the
-   network), CUDA (the device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank,
-   here or on another rank, or another rank was aborted: the text says which, and this and every later collective has
-   ended without a result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which
-   rank it waits for, and calls that are captured into graphs or stand between NCCL's own ncclGroupStart and
-   ncclGroupEnd are not watched. After a TIMEOUT call kvprim_comm_abort. Another thread may do so while this one sits in
-   cudaStreamSynchronize, which then returns. A watchdog's thread should call cudaSetDevice once, or CUDA may make a
-   context on device 0 for it. */
+   network), CUDA (the device's context is dead), TIMEOUT, after which kvprim_comm_abort should be called: another
+   thread may do so while this one sits in cudaStreamSynchronize, which then returns. Either an own kernel waited
+   timeout_ms for a rank, here or on another rank, or another rank was aborted: the text says which, and this and every
+   later collective has ended without a result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL
+   does not say which rank it waits for, and calls that are captured into graphs or stand between NCCL's own
+   ncclGroupStart and ncclGroupEnd are not watched. A watchdog's thread should call cudaSetDevice once, or CUDA may make
+   a context on device 0 for it. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
-/* The buffer, or NULL if there is none or comm is not alive. If bytes is not NULL, *bytes receives its size. It is
-   device memory, aligned to 256 and uninitialised, and lives until destroy. It exists for nccl_window: own kernels are
-   as fast on any other memory. */
+/* The buffer, or NULL if there is none or comm is not alive; *bytes, unless bytes is NULL: its size. It is device
+   memory for nccl_window (own kernels are as fast on any), aligned to 256, uninitialised, and lives until destroy. */
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes);
 
-/* Says versions, the slowest link between ranks, multiprocessors, limits, timeouts, which fast paths are on, and why
-   the others are off. Valid as long as comm. */
+/* Versions, the slowest link between ranks, multiprocessors, limits, timeouts, which fast paths are on, and why the
+   others are off. Valid as long as comm. */
 KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
 
 /* >>collective -----------------------------------------------------------------------------------------------------
@@ -341,8 +321,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, voi
                                                           struct CUstream_st *stream);
 
 /* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
-   another, in the order of the other side's ranks. counts: host array of world * world numbers, the same on every rank,
-   free to reuse when the call returns. A side without elements may be NULL. */
+   another, in the order of the other side's ranks. counts: as in kvprim_all_gatherv. A side without elements may be
+   NULL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -353,7 +333,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_broadcast(kvprim_comm *comm, void
 
 /* A send meets the peer's recv of the same count and dtype; each side's kernel waits for the other. The first call to a
    peer in each direction returns when the peer has made its own: NCCL connects them. Ranks that send to each other at
-   once wait for ever, unless one of them receives first, or both put their calls into a group (>>group). */
+   once wait for ever, unless one receives first, or both use a group (>>group). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count,
                                                     kvprim_dtype dtype, int32_t peer, struct CUstream_st *stream);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
@@ -2643,15 +2623,10 @@ enum {
     kvpn_max_hidden = 16384    /* of kvprim_all_reduce_norm */
 };
 
-/* Bindings to 0.3 know these sizes. */
-#if UINTPTR_MAX == UINT64_MAX
-static_assert(sizeof(kvprim_comm_id) == 128, "kvprim_comm_id");
-static_assert(sizeof(kvprim_comm_desc) == 248, "kvprim_comm_desc");
-static_assert(sizeof(kvprim_comm) == 1432, "kvprim_comm");
-static_assert(sizeof(kvprim_norm_desc) == 168, "kvprim_norm_desc");
-static_assert(sizeof(kvprim_ring_desc) == 48, "kvprim_ring_desc");
-static_assert(sizeof(kvprim_ring) == 592, "kvprim_ring");
-#endif
+static_assert(UINTPTR_MAX != UINT64_MAX ||
+                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1432 &&
+                   sizeof(kvprim_norm_desc) == 168 && sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
+              "bindings to 0.3 know these sizes");
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
 {
@@ -2693,11 +2668,27 @@ static int64_t kvpn_now_us(void)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
+/* Words that several threads read and write. */
+#define KVPRIM_NCCL_LOAD(word) __atomic_load_n(word, __ATOMIC_SEQ_CST)
+#define KVPRIM_NCCL_STORE(word, value) __atomic_store_n(word, value, __ATOMIC_SEQ_CST)
+
+/* Returns the new value. */
+static int32_t kvpn_add(int32_t *word, int32_t n)
+{
+    return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST);
+}
+
+/* Of several threads that change *word from `from`, one succeeds. */
+static bool kvpn_change(int32_t *word, int32_t from, int32_t to)
+{
+    return __atomic_compare_exchange_n(word, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
 /* Waits until *word is `wanted`. False: timeout_ms is over. */
 static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout_ms)
 {
     const int64_t start_us = kvpn_now_us();
-    while (__atomic_load_n(word, __ATOMIC_SEQ_CST) != wanted) {
+    while (KVPRIM_NCCL_LOAD(word) != wanted) {
         if (kvpn_now_us() - start_us >= timeout_ms * 1000)
             return false;
         (void)poll(NULL, 0, 1);
@@ -2705,25 +2696,26 @@ static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout
     return true;
 }
 
-/* Waits for what a communicator of NCCL's that does not block began, for as long as *word is `wanted`. */
+/* A call on a communicator of NCCL's that does not block may return ncclInProgress: waits until what it began is done,
+   or *word is no longer `wanted`. */
 static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
 {
-    while (result == ncclInProgress && __atomic_load_n(word, __ATOMIC_SEQ_CST) == wanted) {
+    while (result == ncclInProgress && KVPRIM_NCCL_LOAD(word) == wanted) {
         const ncclResult_t asked = ncclCommGetAsyncError(nccl, &result);
         result = asked == ncclSuccess ? result : asked;
     }
     return result;
 }
 
-/* Lets this thread do what CUDA forbids while any stream is captured (query, allocate, synchronise), if mode says so:
-   nothing here touches a captured stream. Returns the mode that sets it back. */
+/* In the relaxed mode a thread may query, allocate and synchronise while any stream is captured. Nothing here touches a
+   captured stream. Returns the mode before. */
 static enum cudaStreamCaptureMode kvpn_set_capture_mode(enum cudaStreamCaptureMode mode)
 {
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     return mode;
 }
 
-/* Runs it on a thread that ends by itself. False: there is no thread to be had. */
+/* Runs it on a new thread, which ends by itself. False: no thread can be made. */
 static bool kvpn_start_thread(void *(*run)(void *), void *argument)
 {
     pthread_t thread;
@@ -2733,11 +2725,12 @@ static bool kvpn_start_thread(void *(*run)(void *), void *argument)
     return true;
 }
 
-/* If there is no thread to be had, runs it on this one, which may then wait as long as NCCL does. */
-static void kvpn_start_thread_or_run(void *(*run)(void *), void *argument)
+/* The same if `apart`; otherwise, or if no thread can be made, on this one, which may then wait as long as NCCL does.
+   `run` may change the device and the capture mode. */
+static void kvpn_run_job(void *(*run)(void *), void *argument, bool apart)
 {
     int device = 0;
-    if (kvpn_start_thread(run, argument))
+    if (apart && kvpn_start_thread(run, argument))
         return;
     const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     (void)cudaGetDevice(&device);
@@ -2746,18 +2739,12 @@ static void kvpn_start_thread_or_run(void *(*run)(void *), void *argument)
     (void)kvpn_set_capture_mode(mode);
 }
 
-static bool kvpn_release_ref(int32_t *refs)
-{
-    return __atomic_sub_fetch(refs, 1, __ATOMIC_SEQ_CST) == 0;
-}
-
 KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
 {
-    const char *const f = "kvprim_comm_new_id";
     ncclUniqueId id;
     if (!out)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", f);
-    KVPRIM_NCCL_TRY_NCCL(ncclGetUniqueId(&id));
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", __func__);
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(__func__, "ncclGetUniqueId", ncclGetUniqueId(&id)));
     memcpy(out->bytes, id.internal, sizeof out->bytes);
     return KVPRIM_OK;
 }
@@ -2778,8 +2765,7 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
 
 static bool kvpn_has_state(const kvprim_comm *comm, int32_t state)
 {
-    return comm && __atomic_load_n(&comm->self, __ATOMIC_SEQ_CST) == comm &&
-           __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == state;
+    return comm && KVPRIM_NCCL_LOAD(&comm->self) == comm && KVPRIM_NCCL_LOAD(&comm->state) == state;
 }
 
 static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm *comm)
@@ -2794,37 +2780,42 @@ static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm
 /* After fork(), memory that CUDA pinned is still the parent's: a child that aborts would stop the parent's kernels. */
 static kvprim_status kvpn_check_process(const char *function, const kvprim_comm *comm)
 {
-    if (!comm || __atomic_load_n(&comm->self, __ATOMIC_SEQ_CST) != comm || comm->process == (int32_t)getpid())
+    if (!comm || KVPRIM_NCCL_LOAD(&comm->self) != comm || comm->process == (int32_t)getpid())
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                        "%s: comm belongs to process %d, which called init, and this is process %d", function,
-                       (int)comm->process, (int)getpid());
+                       comm->process, (int)getpid());
 }
 
 static void kvpn_leave(kvprim_comm *comm)
 {
-    (void)__atomic_sub_fetch(&comm->active_calls, 1, __ATOMIC_SEQ_CST);
+    (void)kvpn_add(&comm->active_calls, -1);
 }
 
-/* Changes the state from `from` to `to` and counts the caller as an active call until kvpn_leave. Of several threads
-   one succeeds. False: the state is another. */
+/* Changes the state and counts the caller as an active call until kvpn_leave. False: the state is not `from`, or
+   another thread was faster. */
 static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 {
     if (!kvpn_has_state(comm, from))
         return false;
-    (void)__atomic_add_fetch(&comm->active_calls, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_compare_exchange_n(&comm->state, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        return true;
-    kvpn_leave(comm);
-    return false;
+    (void)kvpn_add(&comm->active_calls, 1);
+    const bool changed = kvpn_change(&comm->state, from, to);
+    if (!changed)
+        kvpn_leave(comm);
+    return changed;
+}
+
+/* The same for a call that needs a communicator that is alive, and leaves it so. */
+static kvprim_status kvpn_enter_alive(const char *function, kvprim_comm *comm)
+{
+    return kvpn_enter(comm, kvpn_alive, kvpn_alive) ? KVPRIM_OK : kvpn_fail_not_alive(function, comm);
 }
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
-/* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it,
-   which is the owner unless others come late (kvpn_free_slots). A rank of another process has a mapping, and
-   the owner waits until it is closed. If the owner dies, the mapping keeps the memory (seen on H200s, undefined in
-   CUDA). */
+/* A rank's page and slots. Each rank of the same process that writes there has a reference. The last one frees it: the
+   owner, unless others come late (kvpn_free_slots). A rank of another process has a mapping, and the owner waits until
+   it is closed. If the owner dies, the mapping keeps the memory (seen on H200s, undefined in CUDA). */
 typedef struct kvpn_slots {
     int32_t refs, device;
     uint64_t nonce; /* the rank's random number from init */
@@ -2852,45 +2843,37 @@ static kvpn_slots *kvpn_retain_slots(uint64_t nonce)
     while (slots && slots->nonce != nonce)
         slots = slots->next;
     if (slots)
-        (void)__atomic_add_fetch(&slots->refs, 1, __ATOMIC_SEQ_CST);
+        (void)kvpn_add(&slots->refs, 1);
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
     return slots;
 }
 
-/* Their device is the current one. */
-static void kvpn_free_slots_here(kvpn_slots *slots)
-{
-    (void)cudaFree(slots->memory);
-    free(slots);
-}
-
-/* On a thread of its own: cudaFree waits for what runs on the memory's device, whose rank may wait for this one there,
-   in a collective of another communicator. */
-static void *kvpn_free_slots_of_other(void *argument)
+static void *kvpn_free_slots_memory(void *argument)
 {
     kvpn_slots *const slots = (kvpn_slots *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     (void)cudaSetDevice(slots->device);
-    kvpn_free_slots_here(slots);
+    (void)cudaFree(slots->memory);
+    free(slots);
     return NULL;
 }
 
+/* Another rank's memory is freed on a thread of its own: cudaFree waits for what runs on the memory's device, and there
+   a collective of another communicator may wait for this rank. */
 static void kvpn_release_slots(kvpn_slots *slots, bool own)
 {
     if (!slots)
         return;
     (void)pthread_mutex_lock(&kvpn_slots_lock);
-    const bool last = kvpn_release_ref(&slots->refs);
+    const bool last = kvpn_add(&slots->refs, -1) == 0;
     kvpn_slots **link = &kvpn_local_slots;
     while (last && *link != slots)
         link = &(*link)->next;
     if (last)
         *link = slots->next;
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
-    if (last && own)
-        kvpn_free_slots_here(slots);
-    else if (last)
-        kvpn_start_thread_or_run(kvpn_free_slots_of_other, slots);
+    if (last)
+        kvpn_run_job(kvpn_free_slots_memory, slots, !own);
 }
 
 /* >>impl_teardown -------------------------------------------------------------------------------------------------- */
@@ -2911,9 +2894,9 @@ typedef struct kvpn_open_group {
     kvpn_group_call *calls;
 } kvpn_open_group;
 
-/* What ends NCCL's communicator, and the events that watch its work. NCCL's communicator does not end while a graph
-   with its collectives exists, or while another communicator's work is stuck on the same GPU. So a thread of its own
-   ends it. The last reference frees this. */
+/* What ends NCCL's communicator, and the events that watch its work. It does not end while a graph with its collectives
+   exists, or while another communicator's work is stuck on the same GPU, so a thread of its own ends it. The last
+   reference frees this. */
 typedef struct kvpn_teardown {
     int32_t refs, started, done, aborts, device;
     ncclComm_t nccl;
@@ -2926,7 +2909,7 @@ typedef struct kvpn_teardown {
 
 static void kvpn_release_teardown(kvpn_teardown *teardown)
 {
-    if (!teardown || !kvpn_release_ref(&teardown->refs))
+    if (!teardown || kvpn_add(&teardown->refs, -1) != 0)
         return;
     for (int k = 0; k < 2; k++)
         if (teardown->watch[k])
@@ -2934,33 +2917,27 @@ static void kvpn_release_teardown(kvpn_teardown *teardown)
     free(teardown);
 }
 
-/* Without this, NCCL never gives the window's memory back. But it waits for work that is stuck, so an abort skips it
-   unless all work is done. */
-static void kvpn_deregister_window(kvpn_teardown *teardown)
-{
-#ifdef KVPRIM_NCCL_WINDOWS
-    bool idle = !__atomic_load_n(&teardown->in_graphs, __ATOMIC_SEQ_CST);
-    (void)cudaSetDevice(teardown->device);
-    for (int k = 0; k < 2; k++)
-        idle = idle && cudaEventQuery(teardown->watch[k]) == cudaSuccess;
-    if (teardown->window && (idle || !teardown->aborts))
-        teardown->result = ncclCommWindowDeregister(teardown->nccl, (ncclWindow_t)teardown->window);
-    (void)cudaGetLastError();
-#else
-    (void)teardown;
-#endif
-}
-
+/* NCCL keeps a window's memory for ever unless the window is deregistered. That waits for work that is stuck, so an
+   abort skips it unless all work is done. */
 static void *kvpn_run_teardown(void *argument)
 {
     kvpn_teardown *const teardown = (kvpn_teardown *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    if (teardown->window)
-        kvpn_deregister_window(teardown);
+#ifdef KVPRIM_NCCL_WINDOWS
+    if (teardown->window) {
+        (void)cudaSetDevice(teardown->device);
+        const bool idle = !KVPRIM_NCCL_LOAD(&teardown->in_graphs) &&
+                          cudaEventQuery(teardown->watch[0]) == cudaSuccess &&
+                          cudaEventQuery(teardown->watch[1]) == cudaSuccess;
+        if (idle || !teardown->aborts)
+            (void)ncclCommWindowDeregister(teardown->nccl, (ncclWindow_t)teardown->window);
+        (void)cudaGetLastError();
+    }
+#endif
     teardown->result = teardown->aborts ? ncclCommAbort(teardown->nccl) : ncclCommDestroy(teardown->nccl);
     if (teardown->result == ncclInProgress) /* a communicator that does not block: it cannot be asked any more */
         teardown->result = ncclSuccess;
-    __atomic_store_n(&teardown->done, 1, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&teardown->done, 1);
     kvpn_release_teardown(teardown);
     return NULL;
 }
@@ -2969,22 +2946,19 @@ static void *kvpn_run_teardown(void *argument)
 static void kvpn_start_teardown(kvprim_comm *comm, bool aborts)
 {
     kvpn_teardown *const teardown = comm->teardown;
-    const ncclComm_t nccl = __atomic_load_n(&comm->nccl, __ATOMIC_SEQ_CST);
-    int32_t started = 0;
-    if (!nccl || comm->nccl_borrowed ||
-        !__atomic_compare_exchange_n(&teardown->started, &started, 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    const ncclComm_t nccl = KVPRIM_NCCL_LOAD(&comm->nccl);
+    if (!nccl || comm->nccl_borrowed || !kvpn_change(&teardown->started, 0, 1))
         return;
-    (void)__atomic_add_fetch(&teardown->refs, 1, __ATOMIC_SEQ_CST);
+    (void)kvpn_add(&teardown->refs, 1);
     teardown->nccl = nccl, teardown->aborts = aborts;
-    teardown->window = __atomic_load_n(&comm->window, __ATOMIC_SEQ_CST); /* init may still wait for it */
-    kvpn_start_thread_or_run(kvpn_run_teardown, teardown);
+    teardown->window = KVPRIM_NCCL_LOAD(&comm->window); /* init may still wait for it */
+    kvpn_run_job(kvpn_run_teardown, teardown, true);
 }
 
 /* False: it has not ended after timeout_ms. True also if it was never started. */
 static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
 {
-    return !__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST) ||
-           kvpn_wait_until(&comm->teardown->done, 1, timeout_ms);
+    return !KVPRIM_NCCL_LOAD(&comm->teardown->started) || kvpn_wait_until(&comm->teardown->done, 1, timeout_ms);
 }
 
 static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
@@ -2992,8 +2966,8 @@ static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
     return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_nonces_word) + writer;
 }
 
-/* Lets go of other ranks' memory: takes this rank's nonce away from each page, and closes mappings. Then waits until
-   other processes have let go of this rank's memory, or can be waited for no longer. Returns whether they have. */
+/* Lets go of other ranks' memory: takes this rank's nonce away from each page, and closes mappings. Then waits for
+   other processes to do the same with this rank's memory. True: they have, or the context is dead. */
 static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
 {
     enum { closing_ms = 10 }; /* a nonce goes before its mapping does, by some 100 us */
@@ -3001,12 +2975,12 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
     uint64_t nonces[kvpn_max_world];
     const int64_t start_us = kvpn_now_us();
     bool here = false;
-    for (int r = 0; r < comm->world; r++)
+    for (int r = 0; r < comm->world; r++) {
         here = here || !comm->slots[r];
-    for (int r = 0; r < comm->world; r++)
         if (comm->peer[r] && r != comm->rank)
             (void)cudaMemcpyAsync(kvpn_nonce_at(comm, r, comm->rank), &none, sizeof none, cudaMemcpyDefault,
                                   comm->stream);
+    }
     (void)cudaStreamSynchronize(comm->stream);
     for (int r = 0; r < kvpn_max_world; r++)
         if (comm->mapped[r])
@@ -3015,7 +2989,7 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
         if (cudaMemcpyAsync(nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces, cudaMemcpyDefault,
                             comm->stream) != cudaSuccess ||
             cudaStreamSynchronize(comm->stream) != cudaSuccess)
-            return true; /* nobody can be waited for: most likely the context is dead */
+            return true; /* most likely the context is dead */
         here = false;
         for (int r = 0; r < comm->world; r++)
             here = here || (!comm->slots[r] && nonces[r]);
@@ -3024,17 +2998,15 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
     return !here;
 }
 
-/* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
-   Each rank frees its own memory once the other ranks have let go of it, which they do soon. After a second, the last
-   of them in this process frees it (kvpn_free_slots_of_other says why not here). For those of other processes destroy
-   waits up to timeout_ms or others_ms, whichever is longer, and others_ms after a stop or a failed init. If one comes
-   later, the memory stays: CUDA does not define what becomes of a mapping whose memory is freed. */
+/* Turns own kernels off. Errors of what frees are not reported: nobody could act on them.
+   Each rank frees its own memory once the other ranks have let go of it, which they do soon. If one in this process
+   does so after others_ms, that one frees it. Other processes are waited for as kvprim_comm_destroy says, and others_ms
+   after a failed init. If one is later, the memory stays: CUDA does not define what becomes of its mapping. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
     kvpn_slots *const own = comm->world <= kvpn_max_world ? comm->slots[comm->rank] : NULL;
-    const bool patient =
-        own && kvpn_has_state(comm, kvpn_destroying) && __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) == 0;
+    const bool patient = own && kvpn_has_state(comm, kvpn_destroying) && KVPRIM_NCCL_LOAD(comm->stop) == 0;
     if (own && own->memory &&
         !kvpn_part_from_ranks(comm, patient && comm->timeout_ms > others_ms ? comm->timeout_ms : others_ms))
         own->memory = NULL;
@@ -3052,17 +3024,16 @@ static void kvpn_free_slots(kvprim_comm *comm)
     comm->stop = comm->stop_on_gpu = NULL;
 }
 
+/* Calls nothing of CUDA's for what was not made: init leaves an empty copy, and another thread may capture a stream. */
 static void kvpn_free_comm(kvprim_comm *comm)
 {
+    void *const memory[] = {comm->nccl_window ? NULL : comm->buffer, comm->scratch, comm->sums};
     kvpn_free_slots(comm);
     if (comm->buffer && comm->nccl_window)
         (void)ncclMemFree(comm->buffer);
-    else if (comm->buffer)
-        (void)cudaFree(comm->buffer);
-    if (comm->scratch)
-        (void)cudaFree(comm->scratch);
-    if (comm->sums)
-        (void)cudaFree(comm->sums);
+    for (int k = 0; k < 3; k++)
+        if (memory[k])
+            (void)cudaFree(memory[k]);
     if (comm->stream)
         (void)cudaStreamDestroy(comm->stream);
     kvpn_release_teardown(comm->teardown);
@@ -3082,8 +3053,8 @@ static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers", f,
                            (int)desc->world, (int)kvpn_max_world);
     if (desc->peer_bytes < kvpn_min_peer_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %llu, must be at least %d", f,
-                           (unsigned long long)desc->peer_bytes, (int)kvpn_min_peer_bytes);
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %zu, must be at least %d", f, desc->peer_bytes,
+                           (int)kvpn_min_peer_bytes);
     for (int r = 0; r < desc->world; r++)
         if (!desc->peers[r] || (uintptr_t)desc->peers[r] % 16)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r,
@@ -3099,32 +3070,27 @@ static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_
     if (comm->self == comm &&
         (comm->state == kvpn_alive || comm->state == kvpn_initialising || comm->state == kvpn_aborted))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm is in use: destroy it first", f);
-    if (desc->world < 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at least 1", f, (int)desc->world);
-    if (desc->rank < 0 || desc->rank >= desc->world)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->rank is %d, must be 0 to %d as desc->world is %d", f,
-                           (int)desc->rank, (int)desc->world - 1, (int)desc->world);
     if (desc->buffer_bytes > SIZE_MAX / 2)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->buffer_bytes is %llu, must be at most %llu", f,
-                           (unsigned long long)desc->buffer_bytes, (unsigned long long)(SIZE_MAX / 2));
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->buffer_bytes is %zu, must be at most %zu", f,
+                           desc->buffer_bytes, SIZE_MAX / 2);
     const struct {
         const char *name;
-        int32_t value, max;
-    } fields[] = {{"timeout_ms", desc->timeout_ms, INT32_MAX},
-                  {"init_timeout_ms", desc->init_timeout_ms, INT32_MAX},
-                  {"max_sms", desc->max_sms, INT32_MAX},
-                  {"deterministic", desc->deterministic, 1},
-                  {"no_pdl", desc->no_pdl, 1},
-                  {"no_kernels", desc->no_kernels, 1},
-                  {"nccl_window", desc->nccl_window, 1}};
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value < 0 || fields[i].value > fields[i].max)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %d, must be 0 to %d", f, fields[i].name,
-                               (int)fields[i].value, (int)fields[i].max);
-    if (desc->padding != 0 || desc->reserved != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be 0", f,
-                           desc->padding != 0 ? "padding" : "reserved",
-                           (long long)(desc->padding != 0 ? desc->padding : desc->reserved));
+        int64_t value, least, most;
+    } fields[] = {{"world", desc->world, 1, INT32_MAX},
+                  {"rank", desc->rank, 0, (int64_t)desc->world - 1},
+                  {"timeout_ms", desc->timeout_ms, 0, INT32_MAX},
+                  {"init_timeout_ms", desc->init_timeout_ms, 0, INT32_MAX},
+                  {"max_sms", desc->max_sms, 0, INT32_MAX},
+                  {"deterministic", desc->deterministic, 0, 1},
+                  {"no_pdl", desc->no_pdl, 0, 1},
+                  {"no_kernels", desc->no_kernels, 0, 1},
+                  {"nccl_window", desc->nccl_window, 0, 1},
+                  {"padding", desc->padding, 0, 0},
+                  {"reserved", desc->reserved, 0, 0}};
+    for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
+        if (fields[k].value < fields[k].least || fields[k].value > fields[k].most)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %lld to %lld", f, fields[k].name,
+                               (long long)fields[k].value, (long long)fields[k].least, (long long)fields[k].most);
     return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
 }
 
@@ -3192,18 +3158,18 @@ typedef struct kvpn_init_task {
     size_t exchange_bytes;     /* how many of `mine` are exchanged; `all` is packed */
     const char *off_reason;    /* why kernels are off; NULL: so far they are not */
     int32_t refs, done, cancelled;
-    int32_t exchange_requested; /* 1: the caller's thread is to call desc.exchange */
-    int32_t exchange_result;
+    int32_t exchange_requested,
+        exchange_result; /* 1: the caller's thread is to call desc.exchange; what that returned */
     bool can_exchange;
     bool kernels_wait; /* own kernels wait for their predecessors: compiled for compute capability 9.0 or newer */
     kvprim_status status;
     char error[512];
 } kvpn_init_task;
 
-/* After this, nothing of NCCL's may be used any more: the caller has left. */
+/* The caller has left, so nothing of NCCL's may be used any more. */
 static bool kvpn_is_cancelled(const kvpn_init_task *task)
 {
-    return __atomic_load_n(&task->cancelled, __ATOMIC_SEQ_CST) != 0;
+    return KVPRIM_NCCL_LOAD(&task->cancelled) != 0;
 }
 
 static kvprim_status kvpn_copy_and_wait(const kvprim_comm *comm, void *dst, const void *src, size_t bytes)
@@ -3225,20 +3191,20 @@ static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *task)
         return KVPRIM_OK;
     const ncclResult_t result = ncclAllGather(scratch + all, scratch, one, ncclChar, comm->nccl, comm->stream);
     KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
-    if (comm->window) /* see kvpn_deregister_window */
+    if (comm->window) /* see kvpn_run_teardown */
         KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(comm->teardown->watch[0], comm->stream));
     return kvpn_copy_and_wait(comm, task->all, scratch, all);
 }
 
 static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
 {
-    __atomic_store_n(&task->exchange_requested, 1, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&task->exchange_requested, 1);
     while (!kvpn_wait_until(&task->exchange_requested, 0, 100) && !kvpn_is_cancelled(task))
         continue;
     return task->exchange_result == 0
                ? KVPRIM_OK
                : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
-                             (int)task->exchange_result);
+                             task->exchange_result);
 }
 
 static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *theirs, int r)
@@ -3248,22 +3214,22 @@ static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *
     if (theirs->version / 100 != mine->version / 100 || theirs->protocol != mine->protocol ||
         theirs->info_bytes != mine->info_bytes)
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %u.%u.%u (%u)",
-                           r, (unsigned)theirs->version / 10000, (unsigned)theirs->version / 100 % 100,
-                           (unsigned)theirs->version % 100, (unsigned)theirs->protocol, (unsigned)mine->version / 10000,
-                           (unsigned)mine->version / 100 % 100, (unsigned)mine->version % 100,
-                           (unsigned)mine->protocol);
+                           "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %d.%d.%d (%u)",
+                           r, theirs->version / 10000, theirs->version / 100 % 100, theirs->version % 100,
+                           theirs->protocol, KVPRIM_VERSION_MAJOR, KVPRIM_VERSION_MINOR, KVPRIM_VERSION_PATCH,
+                           mine->protocol);
     if (!theirs->ok)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
     return KVPRIM_OK;
 }
 
-/* Gives so many bytes of every rank's kvpn_rank_info to every rank, with the status of the step before it. If that step
+/* Every rank gets the first `bytes` of every rank's kvpn_rank_info, with the status of the step before. If that step
    failed on one rank, all ranks give up together; one alone would leave the others waiting. */
 static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status status, size_t bytes)
 {
     kvprim_status s = status;
     task->mine.hello.ok = status == KVPRIM_OK, task->exchange_bytes = bytes;
+    task->mine.has_kernels = !task->off_reason;
     if (task->can_exchange && !kvpn_is_cancelled(task))
         s = task->desc.exchange ? kvpn_exchange_by_caller(task) : kvpn_exchange_by_nccl(task);
     if (status != KVPRIM_OK || s != KVPRIM_OK)
@@ -3279,45 +3245,30 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status sta
     return KVPRIM_OK;
 }
 
-/* The first exchange. */
-static kvprim_status kvpn_greet_ranks(kvpn_init_task *task, kvprim_status status)
-{
-    const kvpn_hello hello = {"kvprim", KVPRIM_VERSION, kvpn_protocol, sizeof task->mine, 0, 0};
-    task->mine.hello = hello;
-    return kvpn_exchange_infos(task, status, sizeof hello);
-}
-
-/* Allocates this rank's page and slots, and finds out whether other processes can map them. */
-static kvprim_status kvpn_alloc_slots(kvpn_init_task *task)
-{
-    const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &task->comm;
-    kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
-    if (!slots)
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
-    slots->refs = 1, slots->device = comm->device, slots->nonce = task->mine.nonce;
-    kvpn_publish_slots(slots);
-    comm->slots[comm->rank] = slots;
-    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&slots->memory, kvpn_max_peer_bytes));
-    comm->peer[comm->rank] = slots->memory;
-    task->mine.mappable = cudaIpcGetMemHandle(&task->mine.handle, slots->memory) == cudaSuccess;
-    (void)cudaGetLastError();
-    return KVPRIM_OK;
-}
-
+/* Allocates this rank's page and slots, unless the caller did, and finds out whether other processes can map them. */
 static kvprim_status kvpn_init_slots(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
     kvprim_comm *const comm = &task->comm;
-    task->mine.peer_bytes = kvpn_max_peer_bytes;
-    if (comm->peer[comm->rank] && task->desc.peer_bytes < kvpn_max_peer_bytes)
-        task->mine.peer_bytes = task->desc.peer_bytes;
-    else if (!comm->peer[comm->rank])
-        KVPRIM_NCCL_TRY(kvpn_alloc_slots(task));
-    char *const memory = (char *)comm->peer[comm->rank];
-    const size_t slots = (size_t)task->mine.peer_bytes - kvpn_page;
-    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory, 0, kvpn_page, comm->stream));
-    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory + kvpn_page, 0xff, slots, comm->stream)); /* empty */
+    size_t bytes = kvpn_max_peer_bytes;
+    if (task->desc.peers && task->desc.peer_bytes < bytes)
+        bytes = task->desc.peer_bytes;
+    task->mine.peer_bytes = bytes;
+    if (!task->desc.peers) {
+        kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
+        if (!slots)
+            return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+        slots->refs = 1, slots->device = comm->device, slots->nonce = task->mine.nonce;
+        kvpn_publish_slots(slots);
+        comm->slots[comm->rank] = slots;
+        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&slots->memory, bytes));
+        comm->peer[comm->rank] = slots->memory;
+        task->mine.mappable = cudaIpcGetMemHandle(&task->mine.handle, slots->memory) == cudaSuccess;
+        (void)cudaGetLastError();
+    }
+    char *const page = (char *)comm->peer[comm->rank];
+    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(page, 0, kvpn_page, comm->stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(page + kvpn_page, 0xff, bytes - kvpn_page, comm->stream)); /* empty */
     KVPRIM_NCCL_TRY_CUDA(cudaStreamSynchronize(comm->stream));
     KVPRIM_NCCL_TRY_CUDA(
         cudaHostAlloc((void **)&comm->stop, sizeof *comm->stop, cudaHostAllocMapped | cudaHostAllocPortable));
@@ -3355,7 +3306,6 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
     else if (d->buffer_bytes)
         KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->buffer, d->buffer_bytes));
     task->off_reason = task->mine.nonce ? kvpn_kernels_off_reason(d) : "/proc/sys/kernel/random/uuid cannot be read";
-    task->mine.has_kernels = !task->off_reason;
     return task->off_reason ? KVPRIM_OK : kvpn_init_slots(task);
 }
 
@@ -3409,8 +3359,8 @@ static kvpn_link kvpn_link_to(const kvpn_init_task *task, int r)
     return native ? kvpn_nvlink : kvpn_pcie;
 }
 
-/* Finds the slowest link. Turns kernels off over PCIe above two ranks, which nobody has measured, and where NCCL might
-   not use it: how many switches and bridges are on the way (PIX, PXB, PHB) is not known here. */
+/* Finds the slowest link. Turns kernels off across machines, and over PCIe above two ranks, which nobody has measured,
+   or where NCCL might not use it: how many switches and bridges are on the way (PIX, PXB, PHB) is not known here. */
 static void kvpn_find_links(kvpn_init_task *task)
 {
     const char *const level = getenv("NCCL_P2P_LEVEL");
@@ -3418,22 +3368,23 @@ static void kvpn_find_links(kvpn_init_task *task)
     for (int r = 0; r < task->comm.world; r++) {
         const kvpn_link link = kvpn_link_to(task, r);
         task->mine.link = (int)link > task->mine.link ? (int)link : task->mine.link;
-        if (link == kvpn_pcie && !task->off_reason && (task->comm.world > 2 || !allowed))
+        if (task->off_reason)
+            continue;
+        if (link == kvpn_network && !task->comm.peer[r]) /* the caller's memory may reach further */
+            task->off_reason = "ranks on several machines";
+        else if (link == kvpn_pcie && (task->comm.world > 2 || !allowed))
             task->off_reason = allowed ? "more than two ranks, and not all of them connected by NVLink"
                                        : "ranks connected by PCIe, and NCCL_P2P_LEVEL is not SYS";
     }
     (void)cudaGetLastError();
 }
 
-/* Rank r's memory: of a rank of this process as it is, of one of another process through CUDA's IPC. NULL: out of
-   reach. */
+/* Rank r's memory, which another process shares through CUDA's IPC. NULL: out of reach. */
 static void *kvpn_map_peer(kvpn_init_task *task, int r)
 {
     kvprim_comm *const comm = &task->comm;
     const kvpn_rank_info *const info = &task->all[r];
     int can = 0;
-    if (info->machine != task->mine.machine || info->machine == 0)
-        return NULL;
     comm->slots[r] = kvpn_retain_slots(info->nonce);
     if (!comm->slots[r]) {
         if (!info->mappable || cudaIpcOpenMemHandle(&comm->mapped[r], info->handle, cudaIpcMemLazyEnablePeerAccess))
@@ -3446,8 +3397,8 @@ static void *kvpn_map_peer(kvpn_init_task *task, int r)
     return enabled == cudaSuccess || enabled == cudaErrorPeerAccessAlreadyEnabled ? comm->slots[r]->memory : NULL;
 }
 
-/* Reaches every other rank's memory and writes this rank's nonce there. So far kernels are on for all ranks or for
-   none. A rank that cannot reach another has no error, but no kernels. */
+/* Maps every other rank's memory and writes this rank's nonce there. If that fails it is no error, but own kernels are
+   off. Until here they are on for all ranks or for none. */
 static void kvpn_connect_peers(kvpn_init_task *task)
 {
     kvprim_comm *const comm = &task->comm;
@@ -3455,34 +3406,15 @@ static void kvpn_connect_peers(kvpn_init_task *task)
         if (!comm->peer[r])
             comm->peer[r] = kvpn_map_peer(task, r);
         if (!comm->peer[r])
-            task->off_reason = task->all[r].machine == task->mine.machine
-                                   ? "not all ranks can write to each other's memory"
-                                   : "ranks on several machines";
+            task->off_reason = "not all ranks can write to each other's memory";
         else if (kvpn_copy_and_wait(comm, kvpn_nonce_at(comm, r, comm->rank), &task->mine.nonce,
                                     sizeof task->mine.nonce) != KVPRIM_OK)
             task->off_reason = "a copy to another rank's memory failed";
     }
     (void)cudaGetLastError();
-    task->mine.has_kernels = !task->off_reason;
 }
 
-/* After the third exchange: the nonces of all ranks must have arrived. */
-static kvprim_status kvpn_check_nonces(kvpn_init_task *task)
-{
-    uint64_t nonces[kvpn_max_world];
-    if (task->off_reason)
-        return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(
-        kvpn_copy_and_wait(&task->comm, nonces, kvpn_nonce_at(&task->comm, task->comm.rank, 0), sizeof nonces));
-    for (int r = 0; r < task->comm.world; r++)
-        if (nonces[r] != task->all[r].nonce)
-            task->off_reason = "another rank's copy to this rank's memory did not arrive";
-    task->mine.has_kernels = !task->off_reason;
-    return KVPRIM_OK;
-}
-
-/* If NCCL gives no window, that is no error: collectives work without it. NCCL may fill in the window after the
-   call. */
+/* No window is no error: collectives work without it. NCCL may fill it in after the call. */
 static void kvpn_register_window(kvpn_init_task *task)
 {
 #ifdef KVPRIM_NCCL_WINDOWS
@@ -3855,30 +3787,28 @@ static void kvpn_describe(kvpn_init_task *task)
     size_t used = (size_t)snprintf(
         text, size,
         "rank %d of %d on device %d, %s; slowest link: %s; NCCL %d.%d.%d, compiled with %d.%d.%d, %s communicator; "
-        "buffer of %llu bytes, "
-        "%s%s; timeout %d ms; own kernels ",
-        (int)comm->rank, (int)comm->world, (int)comm->device, device.name, links[comm->link], running / 10000,
-        running / 100 % 100, running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH,
-        comm->nccl_borrowed ? "the caller's" : "own", (unsigned long long)comm->buffer_bytes,
-        comm->in_windows && comm->window ? "in a window of NCCL's" : "no window",
-        comm->nccl_starts_early ? ", a memset before NCCL's symmetric kernels" : "", (int)comm->timeout_ms);
+        "buffer of %zu bytes, %s%s; timeout %d ms; own kernels ",
+        comm->rank, comm->world, comm->device, device.name, links[comm->link], running / 10000, running / 100 % 100,
+        running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH, comm->nccl_borrowed ? "the caller's" : "own",
+        comm->buffer_bytes, comm->in_windows && comm->window ? "in a window of NCCL's" : "no window",
+        comm->nccl_starts_early ? ", a memset before NCCL's symmetric kernels" : "", comm->timeout_ms);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
-        used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s%s, all_to_all up to %llu bytes received "
-                                 "(%llu if parts differ), all_gather up to %llu bytes received, ",
-                                 task->desc.peers                        ? "in the caller's memory"
-                                 : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
-                                                                         : "memory of one process",
-                                 (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 comm->clusters ? ", clusters" : "", (unsigned long long)limits.parts_even,
-                                 (unsigned long long)limits.parts_uneven, (unsigned long long)limits.gather);
+        used +=
+            (size_t)snprintf(text + used, size - used,
+                             "on, %s, at most %u multiprocessors, %s%s, all_to_all up to %zu bytes received "
+                             "(%zu if parts differ), all_gather up to %zu bytes received, ",
+                             task->desc.peers                ? "in the caller's memory"
+                             : comm->mapped[comm->rank == 0] ? "memory mapped between processes"
+                                                             : "memory of one process",
+                             comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
+                             comm->clusters ? ", clusters" : "", limits.parts_even, limits.parts_uneven, limits.gather);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
-            (void)snprintf(text + used, size - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
-                           (unsigned long long)limits.two_shot, (unsigned long long)limits.scatter);
+            (void)snprintf(text + used, size - used, "all_reduce and reduce_scatter up to %zu and %zu sent",
+                           limits.two_shot, limits.scatter);
         return;
     }
 #endif
@@ -3898,6 +3828,7 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
     memcpy(id.internal, task->desc.id.bytes, sizeof id.internal);
     task->can_exchange = comm->nccl_borrowed && task->desc.exchange;
     (void)ncclGetVersion(&comm->nccl_version);
+    KVPRIM_NCCL_TRY_CUDA(cudaSetDevice(comm->device));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamCreateWithFlags(&comm->stream, cudaStreamNonBlocking));
     KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->scratch, sizeof task->mine * ((size_t)world + 1)));
     if (comm->nccl_borrowed) {
@@ -3914,7 +3845,7 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
         return kvprim_fail(
             KVPRIM_ERROR_ARGUMENT,
             "%s: desc->nccl is rank %d of %d on device %d, but desc says rank %d of %d, and the current device is %d",
-            f, rank, world, device, (int)comm->rank, (int)comm->world, (int)comm->device);
+            f, rank, world, device, comm->rank, comm->world, comm->device);
     return KVPRIM_OK;
 }
 
@@ -3932,9 +3863,8 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
                            "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s",
                            task->off_reason);
     comm->in_windows = comm->nccl_window, comm->clusters = 1;
-    for (int r = 0; r < comm->world && !comm->nccl_borrowed; r++)
-        comm->in_windows = comm->in_windows && task->all[r].window;
     for (int r = 0; r < comm->world; r++) {
+        comm->in_windows = comm->in_windows && (comm->nccl_borrowed || task->all[r].window);
         comm->clusters = comm->clusters && task->all[r].clusters;
         comm->link = task->all[r].link > comm->link ? task->all[r].link : comm->link;
     }
@@ -3943,22 +3873,34 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
+/* Before the last exchange: the nonces of all ranks must have arrived, and what launches need is loaded. */
+static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
+{
+    const kvprim_comm *const comm = &task->comm;
+    uint64_t nonces[kvpn_max_world];
+    if (!task->off_reason)
+        KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces));
+    for (int r = 0; r < comm->world && !task->off_reason; r++)
+        if (nonces[r] != task->all[r].nonce)
+            task->off_reason = "another rank's copy to this rank's memory did not arrive";
+#ifdef KVPRIM_NCCL_KERNELS
+    if (!task->off_reason)
+        kvpn_load_kernels(task);
+#endif
+    return kvpn_prepare_norm(task);
+}
+
 /* Each step fails on all ranks or on none: the exchange after it tells all of them. */
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
     const size_t all = sizeof task->mine;
-    KVPRIM_NCCL_TRY(kvpn_greet_ranks(task, kvpn_make_nccl(task)));
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_make_nccl(task), sizeof task->mine.hello));
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_prepare_rank(task), all));
     KVPRIM_NCCL_TRY(kvpn_compare_ranks(task));
     kvpn_find_links(task);
     kvpn_connect_peers(task);
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, KVPRIM_OK, all));
-    kvprim_status s = kvpn_check_nonces(task);
-#ifdef KVPRIM_NCCL_KERNELS
-    if (!task->off_reason)
-        kvpn_load_kernels(task);
-#endif
-    s = s == KVPRIM_OK ? kvpn_prepare_norm(task) : s;
+    const kvprim_status s = kvpn_finish_rank(task);
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s, all));
     return kvpn_decide(task);
@@ -3966,19 +3908,19 @@ static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 
 static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int device)
 {
-    kvpn_init_task *const task = (kvpn_init_task *)calloc(1, sizeof *task);
-    kvpn_rank_info *const all = (kvpn_rank_info *)calloc((size_t)desc->world, sizeof *all);
-    const size_t grouped = desc->world > kvpn_group_calls / 2 ? 2 * (size_t)desc->world : (size_t)kvpn_group_calls;
+    const size_t world = (size_t)desc->world, fewest = kvpn_group_calls,
+                 grouped = 2 * world > fewest ? 2 * world : fewest;
+    kvpn_init_task *const task = (kvpn_init_task *)calloc(1, sizeof *task + world * sizeof *task->all);
     kvpn_teardown *const teardown =
         (kvpn_teardown *)calloc(1, sizeof *teardown + grouped * sizeof *teardown->group.calls);
-    if (!task || !all || !teardown) {
+    if (!task || !teardown) {
         free(task);
-        free(all);
         free(teardown);
         return NULL;
     }
+    const kvpn_hello hello = {"kvprim", KVPRIM_VERSION, kvpn_protocol, sizeof task->mine, 0, 0};
     kvprim_comm *const comm = &task->comm;
-    task->desc = *desc, task->all = all, task->refs = 2;
+    task->desc = *desc, task->mine.hello = hello, task->all = (kvpn_rank_info *)(task + 1), task->refs = 2;
     comm->teardown = teardown, teardown->refs = 1, teardown->device = device;
     teardown->group.calls = (kvpn_group_call *)(teardown + 1), teardown->group.calls_max = (int32_t)grouped;
     comm->nccl = desc->nccl, comm->nccl_borrowed = desc->nccl != NULL;
@@ -3995,30 +3937,22 @@ static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int devi
 /* Frees what was not published. */
 static void kvpn_release_init_task(kvpn_init_task *task)
 {
-    if (!kvpn_release_ref(&task->refs))
+    if (kvpn_add(&task->refs, -1) != 0)
         return;
     kvpn_free_comm(&task->comm);
-    free(task->all);
     free(task);
-}
-
-static void kvpn_finish_init_task(kvpn_init_task *task, kvprim_status status)
-{
-    task->status = status;
-    (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
-    __atomic_store_n(&task->done, 1, __ATOMIC_SEQ_CST);
-    kvpn_release_init_task(task);
 }
 
 static void *kvpn_run_init_task(void *argument)
 {
     kvpn_init_task *const task = (kvpn_init_task *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    const kvprim_status s = kvpn_cuda_status("kvprim_comm_init", "cudaSetDevice", cudaSetDevice(task->comm.device));
-    const kvprim_status opened = s == KVPRIM_OK ? kvpn_run_init_steps(task) : s;
+    task->status = kvpn_run_init_steps(task);
+    (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
     if (kvpn_is_cancelled(task))
         kvpn_start_teardown(&task->comm, true); /* the caller may have left before NCCL made a communicator */
-    kvpn_finish_init_task(task, opened);
+    KVPRIM_NCCL_STORE(&task->done, 1);
+    kvpn_release_init_task(task);
     return NULL;
 }
 
@@ -4029,15 +3963,12 @@ static void kvpn_call_exchange(kvpn_init_task *task)
     task->exchange_result =
         task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, task->exchange_bytes);
     (void)cudaSetDevice(device);
-    __atomic_store_n(&task->exchange_requested, 0, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&task->exchange_requested, 0);
 }
 
-/* Together less than the second that kvprim_comm_abort promises: for init to notice, for active calls that are not
-   blocked, for NCCL to end, for the other ranks to be told. */
+/* abort waits for init to notice, active calls to return, NCCL to end, other ranks to be told: together less than the
+   second that it promises. destroy waits for calls, an abort among them, and for the telling. */
 enum { kvpn_cancel_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_notify_ms = 100 };
-
-/* Longer than the second that an abort in another thread may take: for active calls to return, and for the thread that
-   tells the other ranks. */
 enum { kvpn_destroy_calls_ms = 2000, kvpn_destroy_notify_ms = 1000 };
 
 /* Waits until init is done. False: after a timeout or an abort, init was left running. */
@@ -4047,12 +3978,12 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *tas
     int64_t cancelled_us = 0; /* 0: it was not cancelled */
     while (!kvpn_wait_until(&task->done, 1, 1)) {
         const int64_t now_us = kvpn_now_us();
-        const bool aborted = __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) != kvpn_initialising;
+        const bool aborted = KVPRIM_NCCL_LOAD(&comm->state) != kvpn_initialising;
         if (!cancelled_us && (aborted || now_us - start_us > timeout_ms * 1000)) {
             cancelled_us = now_us;
-            __atomic_store_n(&task->cancelled, 1, __ATOMIC_SEQ_CST);
+            KVPRIM_NCCL_STORE(&task->cancelled, 1);
         }
-        if (!cancelled_us && __atomic_load_n(&task->exchange_requested, __ATOMIC_SEQ_CST))
+        if (!cancelled_us && KVPRIM_NCCL_LOAD(&task->exchange_requested))
             kvpn_call_exchange(task);
         if (cancelled_us && now_us - cancelled_us > kvpn_cancel_ms * 1000)
             kvpn_start_teardown(&task->comm, true); /* init waits inside NCCL, which this ends */
@@ -4062,37 +3993,31 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *tas
     return true;
 }
 
-/* Gives the communicator to the caller, unless it was aborted meanwhile. */
-static bool kvpn_publish_comm(kvprim_comm *comm, kvpn_init_task *task)
-{
-    int32_t state = kvpn_initialising;
-    if (task->cancelled || task->status != KVPRIM_OK)
-        return false;
-    memcpy(comm, &task->comm, offsetof(kvprim_comm, self));
-    if (!__atomic_compare_exchange_n(&comm->state, &state, kvpn_alive, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        return false;
-    memset(&task->comm, 0, sizeof task->comm);
-    return true;
-}
-
-/* Says why there is no communicator, and leaves none. */
-static kvprim_status kvpn_fail_init(kvprim_comm *comm, kvpn_init_task *task, bool done, int timeout_ms)
+/* Gives the communicator to the caller, unless init failed or was aborted. Then says why there is none. */
+static kvprim_status kvpn_end_init(kvprim_comm *comm, kvpn_init_task *task, bool done, int timeout_ms)
 {
     const char *const f = "kvprim_comm_init";
     const int rank = task->desc.rank;
     kvprim_status s;
-    if (__atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == kvpn_aborted)
+    if (done && !task->cancelled && task->status == KVPRIM_OK) {
+        memcpy(comm, &task->comm, offsetof(kvprim_comm, self));
+        if (kvpn_change(&comm->state, kvpn_initialising, kvpn_alive)) {
+            memset(&task->comm, 0, sizeof task->comm);
+            return KVPRIM_OK;
+        }
+    }
+    if (KVPRIM_NCCL_LOAD(&comm->state) == kvpn_aborted)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: kvprim_comm_abort was called", f, rank);
     else if (task->cancelled)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d of %d waited %d ms for the others", f, rank,
-                        (int)task->desc.world, timeout_ms);
+                        task->desc.world, timeout_ms);
     else
         s = kvprim_fail(task->status, "%s", task->error);
     kvpn_start_teardown(&task->comm, true);
     (void)kvpn_wait_for_teardown(&task->comm, done ? kvpn_nccl_ms : 0);
     memset(comm, 0, offsetof(kvprim_comm, self));
-    __atomic_store_n(&comm->self, NULL, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&comm->state, 0, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&comm->self, NULL);
+    KVPRIM_NCCL_STORE(&comm->state, 0);
     (void)kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_notify_ms); /* an abort has noticed */
     return s;
 }
@@ -4108,15 +4033,17 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     kvpn_init_task *const task = kvpn_new_init_task(desc, device);
     if (!task)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+    if (!kvpn_start_thread(kvpn_run_init_task, task)) {
+        task->refs = 1;
+        kvpn_release_init_task(task);
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f);
+    }
     memset(comm, 0, sizeof *comm);
     comm->active_calls = 1, comm->process = (int32_t)getpid();
-    __atomic_store_n(&comm->state, (int32_t)kvpn_initialising, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&comm->self, comm, __ATOMIC_SEQ_CST);
-    if (!kvpn_start_thread(kvpn_run_init_task, task))
-        kvpn_finish_init_task(task, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f));
+    KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_initialising);
+    KVPRIM_NCCL_STORE(&comm->self, comm);
     const bool done = kvpn_wait_for_init_task(comm, task, timeout_ms);
-    const kvprim_status s =
-        done && kvpn_publish_comm(comm, task) ? KVPRIM_OK : kvpn_fail_init(comm, task, done, timeout_ms);
+    const kvprim_status s = kvpn_end_init(comm, task, done, timeout_ms);
     kvpn_release_init_task(task);
     kvpn_leave(comm);
     return s;
@@ -4124,8 +4051,8 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
 
 /* >>impl_end ------------------------------------------------------------------------------------------------------- */
 
-/* Stops own kernels: those that wait see the stop word in the host's memory, and later ones, and other ranks', see the
-   one in their page. On a thread of its own, because CUDA may not return while NCCL's work is stuck. */
+/* Kernels that wait see comm->stop. Later ones, and other ranks', see the stop reason in their page, which this writes,
+   on a thread of its own: CUDA may not return while NCCL's work is stuck. */
 static void *kvpn_notify_ranks(void *argument)
 {
     kvprim_comm *const comm = (kvprim_comm *)argument;
@@ -4134,31 +4061,29 @@ static void *kvpn_notify_ranks(void *argument)
     for (int r = 0; r < comm->world; r++)
         (void)cudaMemcpyAsync((uint32_t *)comm->peer[r] + kvpn_stop_reason_word, comm->stop, sizeof *comm->stop,
                               cudaMemcpyDefault, comm->stream);
-    __atomic_store_n(&comm->notifying, 0, __ATOMIC_SEQ_CST);
+    KVPRIM_NCCL_STORE(&comm->notifying, 0);
     return NULL;
 }
 
 /* Calls nothing of CUDA's itself. */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_comm_abort";
-    KVPRIM_RANGE(f);
-    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
+    KVPRIM_RANGE(__func__);
+    KVPRIM_NCCL_TRY(kvpn_check_process(__func__, comm));
     if (kvpn_enter(comm, kvpn_initialising, kvpn_aborted)) {
         (void)kvpn_wait_until(&comm->state, 0, kvpn_cancel_ms + kvpn_nccl_ms + kvpn_calls_ms);
         kvpn_leave(comm);
         return KVPRIM_OK;
     }
     if (!kvpn_enter(comm, kvpn_alive, kvpn_aborted))
-        return kvpn_fail_not_alive(f, comm);
+        return kvpn_fail_not_alive(__func__, comm);
     if (comm->stop) {
         comm->notifying = 1;
-        __atomic_store_n(comm->stop, (uint32_t)kvpn_stop_aborted | (uint32_t)comm->rank << 8, __ATOMIC_SEQ_CST);
-        kvpn_start_thread_or_run(kvpn_notify_ranks, comm);
+        KVPRIM_NCCL_STORE(comm->stop, (uint32_t)kvpn_stop_aborted | (uint32_t)comm->rank << 8);
+        kvpn_run_job(kvpn_notify_ranks, comm, true);
     }
-    (void)kvpn_wait_until(&comm->active_calls, 1,
-                          kvpn_calls_ms); /* a call that is blocked inside NCCL needs what follows */
-    kvpn_start_teardown(comm, true);
+    (void)kvpn_wait_until(&comm->active_calls, 1, kvpn_calls_ms);
+    kvpn_start_teardown(comm, true); /* also ends a call that is still blocked inside NCCL */
     (void)kvpn_wait_for_teardown(comm, kvpn_nccl_ms);
     (void)kvpn_wait_until(&comm->notifying, 0, kvpn_notify_ms);
     kvpn_leave(comm);
@@ -4173,7 +4098,7 @@ static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
         !kvpn_wait_until(&comm->notifying, 0, kvpn_destroy_notify_ms))
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
                            "%s: a call in another thread has not returned; call again when it has", f);
-    if (!__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST)) {
+    if (!KVPRIM_NCCL_LOAD(&comm->teardown->started)) {
         (void)cudaDeviceSynchronize(); /* destroy's own synchronise reports the error */
         kvpn_start_teardown(comm, false);
     }
@@ -4197,7 +4122,7 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     (void)cudaSetDevice(comm->device);
     kvprim_status s = kvpn_leave_nccl(comm);
     if (s != KVPRIM_OK) {
-        __atomic_store_n(&comm->state, (int32_t)kvpn_aborted, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_aborted);
         kvpn_leave(comm);
     } else {
         s = kvpn_cuda_status(f, "cudaDeviceSynchronize", cudaDeviceSynchronize());
@@ -4216,38 +4141,37 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 /* Reports that an own kernel stopped, here or on another rank. */
 static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
 {
-    const uint32_t reason = comm->stop ? __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) : 0;
+    const uint32_t reason = comm->stop ? KVPRIM_NCCL_LOAD(comm->stop) : 0;
     const int by = (int)(reason >> 8 & 0xff), awaited = (int)(reason >> 16 & 0xff);
     if (reason == 0)
         return KVPRIM_OK;
     if ((reason & 0xff) == kvpn_stop_aborted)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, (int)comm->rank, by);
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, comm->rank, by);
     if (by == comm->rank)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by,
-                           (int)comm->timeout_ms, awaited);
-    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function,
-                       (int)comm->rank, by, awaited);
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by, comm->timeout_ms,
+                           awaited);
+    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function, comm->rank,
+                       by, awaited);
 }
 
-/* NCCL's kernels wait without end and say nothing, so two events give its collectives a deadline. One event stays where
-   it is until kvprim_comm_check finds it done, and its age counts. The other is recorded after each call, so that a
-   hang after the first is seen too. The thread that enqueues sets the time of the event that it records. A thread that
-   checks clears that time when it finds the event done, unless the time has changed since. */
+/* NCCL's kernels wait without end and say nothing, so two events give its collectives a deadline. Each call records
+   event watch_index. The other one is not recorded again until kvprim_comm_check finds it done, and its age counts;
+   then the two change places, so that later hangs are seen too. The thread that enqueues sets the time of the event
+   that it records. A thread that checks clears that time when it finds the event done, unless it has changed since. */
 static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
 {
-    const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
+    const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     const int64_t now_us = kvpn_now_us();
-    /* Before the record, so that no old time counts for the new one; and after it, because a check may have found the
-       old one done. */
-    __atomic_store_n(&comm->watch_start_us[index], now_us, __ATOMIC_SEQ_CST);
+    /* before the record, so that no old time counts for it, and after it: meanwhile a check may have found the event
+       done and cleared the time */
+    KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
     if (cudaEventRecord(comm->teardown->watch[index], stream) == cudaSuccess)
-        __atomic_store_n(&comm->watch_start_us[index], now_us, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
     else
         (void)cudaGetLastError();
 }
 
-/* Asks whether an event is done, which CUDA forbids while any stream is captured, and which is no error of the
-   caller's if it is not. */
+/* Also while a stream is captured. That an event is not done leaves no error behind for the caller. */
 static cudaError_t kvpn_query_event(cudaEvent_t event)
 {
     const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
@@ -4261,7 +4185,7 @@ static cudaError_t kvpn_query_event(cudaEvent_t event)
 /* When event k was recorded, if it is not done; 0: it is done. *error: the device's context is dead. */
 static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *error)
 {
-    int64_t start_us = __atomic_load_n(&comm->watch_start_us[k], __ATOMIC_SEQ_CST);
+    int64_t start_us = KVPRIM_NCCL_LOAD(&comm->watch_start_us[k]);
     const cudaError_t done = kvpn_query_event(comm->teardown->watch[k]);
     if (done == cudaErrorNotReady)
         return start_us;
@@ -4271,17 +4195,22 @@ static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *erro
     return 0;
 }
 
-static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm *comm)
+/* Whether NCCL reports an error, or has passed the deadline. */
+static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
 {
-    const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
+    const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     cudaError_t error = cudaSuccess;
+    ncclResult_t result = ncclSuccess;
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(function, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result)));
+    if (result != ncclInProgress)
+        KVPRIM_NCCL_TRY(kvpn_nccl_status(function, "an earlier collective", result));
     int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
     const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
     if (error != cudaSuccess)
         return kvpn_cuda_status(function, "an earlier kernel or copy on this device", error);
     if (oldest_us == 0 && latest_us != 0) {
         oldest_us = latest_us;
-        __atomic_store_n(&comm->watch_index, !index, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(&comm->watch_index, !index);
     }
     const int64_t age_ms = (kvpn_now_us() - oldest_us) / 1000;
     if (oldest_us == 0 || age_ms <= comm->timeout_ms)
@@ -4289,25 +4218,17 @@ static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm 
     return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
                        "%s: rank %d: a collective of NCCL's was not done %lld ms after its call; "
                        "NCCL does not say which other rank it waits for",
-                       function, (int)comm->rank, (long long)age_ms);
+                       function, comm->rank, (long long)age_ms);
 }
 
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_comm_check";
-    ncclResult_t result = ncclSuccess;
-    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
+    KVPRIM_NCCL_TRY(kvpn_check_process(__func__, comm));
     if (kvpn_has_state(comm, kvpn_initialising))
         return KVPRIM_OK;
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(f, comm);
-    kvprim_status s = kvpn_check_stop(f, comm);
-    if (s == KVPRIM_OK)
-        s = kvpn_nccl_status(f, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result));
-    if (s == KVPRIM_OK && result != ncclInProgress)
-        s = kvpn_nccl_status(f, "an earlier collective", result);
-    if (s == KVPRIM_OK)
-        s = kvpn_check_nccl_deadline(f, comm);
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    const kvprim_status stopped = kvpn_check_stop(__func__, comm),
+                        s = stopped != KVPRIM_OK ? stopped : kvpn_check_nccl(__func__, comm);
     kvpn_leave(comm);
     return s;
 }
@@ -4318,7 +4239,7 @@ KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes)
     if (bytes)
         *bytes = alive ? comm->buffer_bytes : 0;
     if (!alive)
-        (void)kvpn_fail_not_alive("kvprim_comm_buffer", comm);
+        (void)kvpn_fail_not_alive(__func__, comm);
     return alive ? comm->buffer : NULL;
 }
 
@@ -4882,6 +4803,15 @@ static bool kvpn_may_use_window(const kvpn_call *c)
            (c->comm->nccl_borrowed || ((uintptr_t)c->send - buffer < bytes && (uintptr_t)c->recv - buffer < bytes));
 }
 
+static const char kvpn_in_group[] = "ncclSend and ncclRecv in a group";
+
+/* Closes a group of NCCL's, also after a call in it failed. */
+static ncclResult_t kvpn_end_nccl_group(const kvpn_call *c, ncclResult_t result)
+{
+    const ncclResult_t ended = kvpn_wait_for_nccl(c->comm->nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
+    return result == ncclSuccess ? ended : result;
+}
+
 /* Inside a window, NCCL 2.28.9 sums tensors wrongly that are not aligned to 16 bytes (reduce_scatter of 7 bf16, where
    rank 1's part begins at byte 14; all_reduce of fp8 from byte 1). ncclReduce has no symmetric kernels, so it reduces
    every part by itself, or everything to rank 0, and a broadcast follows. */
@@ -4894,11 +4824,10 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
     for (int r = 0; r < (part ? c->comm->world : 1) && result == ncclSuccess; r++)
         result =
             ncclReduce((const char *)c->send + (size_t)r * part, c->recv, c->count, c->type, op, r, nccl, c->stream);
-    const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
-    result = result == ncclSuccess ? ended : result;
-    if (result != ncclSuccess || part)
-        return result;
-    return ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, nccl, c->stream);
+    result = kvpn_end_nccl_group(c, result);
+    if (result == ncclSuccess && !part)
+        result = ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, nccl, c->stream);
+    return result;
 }
 
 /* As bytes, so that a type needs no version of NCCL's. all_gatherv, too: from 256 KB on a broadcast of each part takes
@@ -4918,8 +4847,21 @@ static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
             result = ncclRecv(recv, received, ncclUint8, r, nccl, c->stream);
         send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
-    const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
-    return result == ncclSuccess ? ended : result;
+    return kvpn_end_nccl_group(c, result);
+}
+
+/* Enqueues the calls of the communicator's open group. Of c, only comm and stream are used. */
+static ncclResult_t kvpn_enqueue_group(const kvpn_call *c)
+{
+    const kvpn_open_group *const group = &c->comm->teardown->group;
+    const ncclComm_t nccl = c->comm->nccl;
+    ncclResult_t result = ncclGroupStart();
+    for (int k = 0; k < group->calls_count && result == ncclSuccess; k++) {
+        const kvpn_group_call g = group->calls[k];
+        result = g.receives ? ncclRecv(g.memory, g.count, g.type, g.peer, nccl, c->stream)
+                            : ncclSend(g.memory, g.count, g.type, g.peer, nccl, c->stream);
+    }
+    return kvpn_end_nccl_group(c, result);
 }
 
 static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
@@ -4947,9 +4889,8 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
     }
 }
 
-/* Enqueues, and gives what was enqueued a deadline, unless a graph runs it later. NCCL connects ranks at the first call
-   that needs them, which CUDA forbids a thread that captures, and every thread while another one captures in the global
-   mode, unless its own mode is relaxed. */
+/* What it enqueues gets a deadline, unless a graph runs it later. NCCL connects ranks at the first call that needs
+   them. CUDA forbids that while this thread captures, or another one in the global mode, except in the relaxed mode. */
 static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
                                           ncclResult_t (*enqueue)(const kvpn_call *))
 {
@@ -4962,7 +4903,7 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
     if (!c->captured)
         kvpn_record_watch_event(comm, c->stream);
     else
-        __atomic_store_n(&comm->teardown->in_graphs, 1, __ATOMIC_SEQ_CST);
+        KVPRIM_NCCL_STORE(&comm->teardown->in_graphs, 1);
     return KVPRIM_OK;
 }
 
@@ -4970,22 +4911,16 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
    successor start early. */
 static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 {
-    static const char *const names[] = {"ncclAllReduce",
-                                        "ncclReduceScatter",
-                                        "ncclAllGather",
-                                        "ncclSend and ncclRecv in a group",
-                                        "ncclSend and ncclRecv in a group",
-                                        "ncclSend and ncclRecv in a group",
-                                        "ncclBroadcast",
-                                        "ncclSend",
-                                        "ncclRecv"};
+    static const char *const names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
+                                        kvpn_in_group,   kvpn_in_group,       kvpn_in_group,
+                                        "ncclBroadcast", "ncclSend",          "ncclRecv"};
     const char *const f = c->function;
     kvprim_comm *const comm = c->comm;
     if (c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8)
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
                            "%s: dtype is %s, which NCCL reduces from 2.24 on, if all GPUs have compute capability 9.0; "
                            "this is %d",
-                           f, kvpn_type_of(c->dtype).name, (int)comm->nccl_version);
+                           f, kvpn_type_of(c->dtype).name, comm->nccl_version);
     if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
     return kvpn_enqueue_watched(c, names[c->kind], kvpn_enqueue_nccl);
@@ -4999,7 +4934,6 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 /* Keeps a call until kvprim_group_end. */
 static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 {
-    kvpn_group_call *const kept = group->calls + group->calls_count;
     if (c->kind < kvpn_send)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
                            c->function);
@@ -5011,29 +4945,12 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
                            c->function, (void *)c->stream, (void *)group->stream);
     if (group->calls_count == group->calls_max)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the group has %d calls already, and takes no more", c->function,
-                           (int)group->calls_count);
-    kept->memory = c->kind == kvpn_recv ? c->recv : (void *)(uintptr_t)c->send;
-    kept->count = c->count, kept->type = c->type, kept->peer = c->op_or_peer, kept->receives = c->kind == kvpn_recv;
-    group->stream = c->stream, group->calls_count++;
+                           group->calls_count);
+    const bool receives = c->kind == kvpn_recv;
+    const kvpn_group_call kept = {receives ? c->recv : (void *)(uintptr_t)c->send, c->count, c->type, c->op_or_peer,
+                                  receives};
+    group->calls[group->calls_count++] = kept, group->stream = c->stream;
     return KVPRIM_OK;
-}
-
-/* Enqueues the calls of the communicator's open group. Of c, only comm is used. */
-static ncclResult_t kvpn_enqueue_group(const kvpn_call *c)
-{
-    const kvprim_comm *const comm = c->comm;
-    const kvpn_open_group *const group = &comm->teardown->group;
-    ncclResult_t result = ncclGroupStart();
-    if (result != ncclSuccess)
-        return result;
-    for (int k = 0; k < group->calls_count && result == ncclSuccess; k++) {
-        const kvpn_group_call *const kept = group->calls + k;
-        result = kept->receives
-                     ? ncclRecv(kept->memory, kept->count, kept->type, kept->peer, comm->nccl, group->stream)
-                     : ncclSend(kept->memory, kept->count, kept->type, kept->peer, comm->nccl, group->stream);
-    }
-    const ncclResult_t ended = kvpn_wait_for_nccl(comm->nccl, ncclGroupEnd(), &comm->state, kvpn_alive);
-    return result == ncclSuccess ? ended : result;
 }
 
 /* The stream, the device and the state may have changed since the calls were made. */
@@ -5041,39 +4958,35 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
 {
     const kvpn_open_group *const group = &comm->teardown->group;
     kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
+    if (!group->open)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
     if (group->failed != KVPRIM_OK)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
     if (group->calls_count == 0)
         return KVPRIM_OK;
     KVPRIM_NCCL_TRY(kvpn_check_device(&c));
     KVPRIM_NCCL_TRY(kvpn_check_stop(f, comm));
-    return kvpn_enqueue_watched(&c, "ncclSend and ncclRecv in a group", kvpn_enqueue_group);
+    return kvpn_enqueue_watched(&c, kvpn_in_group, kvpn_enqueue_group);
 }
 
 KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_group_start";
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(f, comm);
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
     kvpn_open_group *const group = &comm->teardown->group;
     const bool nested = group->open != 0;
     if (!nested)
         group->open = 1, group->calls_count = 0, group->failed = KVPRIM_OK;
     kvpn_leave(comm);
-    return nested ? kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open already: groups do not nest", f)
+    return nested ? kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open already: groups do not nest", __func__)
                   : KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_group_end";
-    KVPRIM_RANGE(f);
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(f, comm);
-    kvpn_open_group *const group = &comm->teardown->group;
-    const kvprim_status s =
-        group->open ? kvpn_run_group(f, comm) : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
-    group->open = 0;
+    KVPRIM_RANGE(__func__);
+    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    const kvprim_status s = kvpn_run_group(__func__, comm);
+    comm->teardown->group.open = 0;
     kvpn_leave(comm);
     return s;
 }
@@ -5653,14 +5566,14 @@ static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring
         return kvpn_fail_not_alive(f, d->comm);
     if (d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank; desc->reserved is %lld",
-                           f, (int)d->peer, (long long)d->reserved);
+                           f, d->peer, (long long)d->reserved);
     const bool again = ring->self == ring;
     const int32_t least = again ? ring->desc.slots : 1, most = again ? least : KVPRIM_MAX_RING_SLOTS;
     const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / KVPRIM_MAX_RING_SLOTS;
     if (d->slots < least || d->slots > most || d->slot_bytes < 1 || d->slot_bytes > most_bytes)
-        return kvprim_fail(
-            KVPRIM_ERROR_SIZE, "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %llu, must be 1 to %llu",
-            f, (int)d->slots, (int)least, (int)most, (unsigned long long)d->slot_bytes, (unsigned long long)most_bytes);
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %zu, must be 1 to %zu", f,
+                           d->slots, least, most, d->slot_bytes, most_bytes);
     return KVPRIM_OK;
 }
 
@@ -5679,8 +5592,7 @@ static kvprim_status kvpn_check_ring(const char *f, kvprim_ring *ring, const voi
     if (ring->desc.comm->teardown->group.open)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, whose work is later than the ring's events", f);
     if (bytes < 1 || bytes > ring->desc.slot_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %llu, must be 1 to %llu", f, (unsigned long long)bytes,
-                           (unsigned long long)ring->desc.slot_bytes);
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %zu, must be 1 to %zu", f, bytes, ring->desc.slot_bytes);
     if (ring->desc.reserved != 0 && ring->desc.reserved != way)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: this ring only %s", f,
                            way == kvpn_ring_sends ? "receives" : "sends");
@@ -5753,7 +5665,7 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
     const char *const f = "kvprim_ring_credit";
     KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
     if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, (int)n,
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, n,
                            (int)(ring->ended - ring->freed));
     ring->freed += (uint64_t)n;
     return KVPRIM_OK;
@@ -5801,21 +5713,8 @@ KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
 #undef KVPRIM_NCCL_TRY
 #undef KVPRIM_NCCL_TRY_CUDA
 #undef KVPRIM_NCCL_TRY_NCCL
+#undef KVPRIM_NCCL_LOAD
+#undef KVPRIM_NCCL_STORE
 #endif /* implementation */
 
-/* MIT License
-
-   Copyright (c) 2026 the kvprim authors
-
-   Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
-   documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
-   rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to
-   permit persons to whom the Software is furnished to do so, subject to the following conditions:
-
-   The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
-   Software.
-
-   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
-   WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-   COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
-   OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
+/* Copyright (c) 2026 the kvprim authors, under the MIT License: its text ends kvprim.h, which this header needs. */

@@ -223,9 +223,12 @@ cudaError_t cudaMalloc(void **to, size_t bytes)
     return fake_alloc_to(to, bytes);
 }
 
-/* Likewise. */
+/* Likewise. What was not made is not freed, except in the relaxed mode: another thread may capture a stream, and CUDA
+   would refuse. */
 cudaError_t cudaFree(void *memory)
 {
+    if (!memory && current_mode != cudaStreamCaptureModeRelaxed)
+        record_call("cudaFree of NULL");
     if (memory && memory == fake.slots) {
         (void)kvpn_wait_until(&fake.gate, 1, test_timeout_ms);
         fake.device_at_free = current_device, fake.mode_at_free = current_mode;

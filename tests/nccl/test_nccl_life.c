@@ -1079,8 +1079,9 @@ static void check_words(int line, const char *text, const char *words)
         fail("line %d: \"%s\" does not say \"%s\"", line, text ? text : "NULL", words);
 }
 
-/* Why kernels are off for so many ranks on the GPUs that `fake` has, with this NCCL_P2P_LEVEL; NULL: they are not. */
-static const char *off_by(int world, const char *level, kvpn_link *slowest)
+/* Why kernels are off for so many ranks on the GPUs that `fake` has, with this NCCL_P2P_LEVEL; NULL: they are not. `far`:
+   the last rank is on another machine; 2: but in memory of the caller's. */
+static const char *off_by_far(int world, const char *level, kvpn_link *slowest, int far)
 {
     kvpn_init_task task;
     kvpn_rank_info infos[4];
@@ -1088,7 +1089,8 @@ static const char *off_by(int world, const char *level, kvpn_link *slowest)
     memset(infos, 0, sizeof infos);
     task.comm.world = world, task.comm.device = home, task.all = infos, task.mine.machine = 5;
     for (int r = 0; r < world; r++)
-        infos[r].machine = 5, infos[r].bus[0] = (char)('0' + r);
+        infos[r].machine = far && r == world - 1 ? 6 : 5, infos[r].bus[0] = (char)('0' + r);
+    task.comm.peer[world - 1] = far == 2 ? infos : NULL;
     (void)(level ? setenv("NCCL_P2P_LEVEL", level, 1) : unsetenv("NCCL_P2P_LEVEL"));
     kvpn_find_links(&task);
     (void)unsetenv("NCCL_P2P_LEVEL");
@@ -1096,7 +1098,12 @@ static const char *off_by(int world, const char *level, kvpn_link *slowest)
     return task.off_reason;
 }
 
-/* Kernels are off above two ranks over PCIe, and where NCCL_P2P_LEVEL may forbid it. */
+static const char *off_by(int world, const char *level, kvpn_link *slowest)
+{
+    return off_by_far(world, level, slowest, 0);
+}
+
+/* Kernels are off across machines, above two ranks over PCIe, and where NCCL_P2P_LEVEL may forbid it. */
 static void test_links(void)
 {
     static const char *const forbid[] = {"NVL", "PIX", "PXB", "PHB", "1", "3"}, *const allow[] = {"SYS", "4", "5"};
@@ -1116,6 +1123,8 @@ static void test_links(void)
         CHECK_WORDS(off_by(2, forbid[k], &slowest), "NCCL_P2P_LEVEL is not SYS");
     for (int k = 0; k < 3; k++)
         CHECK(off_by(2, allow[k], &slowest) == NULL);
+    CHECK_WORDS(off_by_far(2, NULL, &slowest, 1), "ranks on several machines");
+    CHECK(off_by_far(2, NULL, &slowest, 2) == NULL && slowest == kvpn_network);
     const kvprim_comm_desc d = {.world = 2};
     kvprim_comm *const comm = open_comm(&d, OPENED); /* its ranks say the same GPU */
     CHECK(strstr(kvprim_comm_describe(comm), "slowest link: one GPU") != NULL);
@@ -1130,7 +1139,7 @@ static kvprim_comm *share_memory(kvpn_slots *others, char **pages)
     kvpn_slots *const own = (kvpn_slots *)calloc(1, sizeof *own);
     for (int k = 0; k < 3; k++)
         CHECK(cudaMalloc((void **)&pages[k], kvpn_page) == cudaSuccess);
-    own->refs = 1, own->memory = pages[0], own->nonce = 6, others->refs = 2;
+    own->refs = 1, own->device = home, own->memory = pages[0], own->nonce = 6, others->refs = 2;
     kvpn_publish_slots(own);
     CHECK(cudaHostAlloc((void **)&comm->stop, sizeof *comm->stop, 0) == cudaSuccess);
     comm->slots[0] = own, comm->slots[2] = others, comm->mapped[1] = pages[1];
