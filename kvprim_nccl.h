@@ -184,10 +184,10 @@ typedef struct kvprim_comm_desc {
     /* own kernels serve tensors of up to so many bytes; ignored if deterministic, and by kvprim_all_reduce_norm */
     size_t all_reduce_limit;
     size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
-    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of
-       all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that one rank sends to another; by
-       default less if parts differ. All three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults
-       are measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more and for PCIe */
+    /* the same for the bytes that each rank receives. Of all_gatherv, all_to_all and all_to_allv, `world` times the
+       largest part counts that one rank sends to another; by default less if parts differ. All three limits: the same
+       on every rank; 0: see kvprim_comm_describe. The defaults are measured on H200s for 2 to 4 ranks (all_to_all: for
+       2), and estimated for more and for PCIe */
     size_t all_gather_limit;
     /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
        collective; on every rank or on none */
@@ -1330,7 +1330,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_are_whole(const kvpn_params &p, const void *tensor,
            (((uintptr_t)tensor | pitch) % 16 == 0 && ((p.world - 1ull) * part_packs + at + 1) * 16 <= p.count);
 }
 
-/* Sends pack j of their parts to the ranks skip + 1, skip + 2, ... further on, but not skip + end. */
+/* Sends pack j of their parts to the ranks skip + 1 to skip + end - 1 further on. */
 template <int end>
 KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t skip,
                                         uint32_t part_packs, uint64_t pitch)
