@@ -98,8 +98,8 @@
                                from 2.19 on, whichever version it was compiled with.
    KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
                                for each architecture.
-   KVPRIM_NO_EXCHANGE          in that unit: leaves out the kernels of all_gather, all_gatherv, all_to_all and all_to_allv,
-                               which NCCL then serves. On all ranks or on none
+   KVPRIM_NO_EXCHANGE          in that unit: leaves out the kernels of all_gather, all_gatherv, all_to_all and
+                               all_to_allv, which NCCL then serves. On all ranks or on none
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #include "kvprim.h"
@@ -1187,8 +1187,8 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, ui
     return kvpn_replace_empty(all);
 }
 
-/* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small sum takes
-   2 % longer. The other reductions share the kernels of kvpn_any. */
+/* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small
+   sum takes 2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
     {
@@ -1320,8 +1320,8 @@ template <class Way> struct kvpn_pack_by_pack {
     }
 };
 
-/* Whether the packs number at, at + part_packs, ... of each rank's part, which are `pitch` bytes apart, are 16 bytes at a
-   multiple of 16. If they are not, loops over ranks are rolled: single bytes, once for each rank, are much code. */
+/* Whether pack `at` of each rank's part is 16 bytes at a multiple of 16. Parts begin part_packs packs and `pitch` bytes
+   apart. If they are not, loops over ranks are rolled: single bytes, once for each rank, are much code. */
 template <class T>
 KVPRIM_NCCL_DEVICE bool kvpn_are_whole(const kvpn_params &p, const void *tensor, uint32_t at, uint32_t part_packs,
                                        uint64_t pitch)
@@ -1701,9 +1701,9 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
                  ones & 8 ? kvpn_empty_word : v.w};
 }
 
-/* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the group
-   were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. Each thread's slots lie as
-   far apart as a role has threads, and its groups alternate between the areas.
+/* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the
+   group were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. Each thread's
+   slots lie as far apart as a role has threads, and its groups alternate between the areas.
    A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
    than one of 4 for 512 KB, and 8 % less for 64 MB. */
 template <int group, bool whole> struct kvpn_parts_groups {
@@ -3853,9 +3853,9 @@ static void kvpn_register_window(kvpn_init_task *task)
 /* >>impl_choose ----------------------------------------------------------------------------------------------------
 
    Which way a collective takes, and which kernel that is. The first row that fits decides. Sizes are compared with
-   kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the kernel
-   alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack, otherwise
-   kvpn_any, which also does the other reductions. ranks: the world, rounded up to 2, 4 or 8.
+   kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the
+   kernel alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack,
+   otherwise kvpn_any, which also does the other reductions. ranks: the world, rounded up to 2, 4 or 8.
 
        own kernels are off, or there is none for the type or the op     NCCL
        more bytes than the limit, not deterministic                     NCCL
