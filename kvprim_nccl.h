@@ -172,9 +172,8 @@ typedef struct kvprim_comm_desc {
        measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more and for PCIe */
     size_t all_reduce_limit;     /* of the tensor; ignored if deterministic, and by kvprim_all_reduce_norm */
     size_t reduce_scatter_limit; /* that each rank sends; ignored if deterministic */
-    /* that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of all_gatherv, all_to_all and
-       all_to_allv, `world` times the largest part counts that one rank sends to another; by default less if parts
-       differ */
+    /* that each rank receives. Of all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that
+       one rank sends to another; by default less if parts differ */
     size_t all_gather_limit;
     /* init exchanges its data with this, for callers that do not want NCCL to run before the first collective; on every
        rank or on none */
@@ -1178,8 +1177,8 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, ui
     return kvpn_replace_empty(all);
 }
 
-/* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small sum takes
-   2 % longer. The other reductions share the kernels of kvpn_any. */
+/* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small
+   sum takes 2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
     {
@@ -1311,8 +1310,8 @@ template <class Way> struct kvpn_pack_by_pack {
     }
 };
 
-/* Whether the packs number at, at + part_packs, ... of each rank's part, which are `pitch` bytes apart, are 16 bytes at a
-   multiple of 16. If they are not, loops over ranks are rolled: single bytes, once for each rank, are much code. */
+/* Whether pack `at` of each rank's part is 16 bytes at a multiple of 16. Parts begin part_packs packs and `pitch` bytes
+   apart. If they are not, loops over ranks are rolled: single bytes, once for each rank, are much code. */
 template <class T>
 KVPRIM_NCCL_DEVICE bool kvpn_are_whole(const kvpn_params &p, const void *tensor, uint32_t at, uint32_t part_packs,
                                        uint64_t pitch)
@@ -1321,7 +1320,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_are_whole(const kvpn_params &p, const void *tensor,
            (((uintptr_t)tensor | pitch) % 16 == 0 && ((p.world - 1ull) * part_packs + at + 1) * 16 <= p.count);
 }
 
-/* Sends pack j of their parts to the ranks skip + 1, skip + 2, ... further on, but not skip + end. */
+/* Sends pack j of their parts to the ranks skip + 1 to skip + end - 1 further on. */
 template <int end>
 KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t skip,
                                         uint32_t part_packs, uint64_t pitch)
@@ -1725,10 +1724,10 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
                  ones & 8 ? kvpn_empty_word : v.w};
 }
 
-/* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the group
-   were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. In a gather of more than
-   two ranks role 0 sends to all, and role k receives from the rank k further on: roles have more threads. Each thread's
-   slots lie as far apart as a role has threads, and its groups alternate between the areas.
+/* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the
+   group were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. In a gather of
+   more than two ranks role 0 sends to all, and role k receives from the rank k further on: roles have more threads.
+   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas.
    A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
    than one of 4 for 512 KB, and 8 % less for 64 MB. */
 template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
@@ -3434,9 +3433,9 @@ static void kvpn_register_window(kvpn_init_task *task)
 /* >>impl_choose ----------------------------------------------------------------------------------------------------
 
    Which way a collective takes, and which kernel that is. The first row that fits decides. Sizes are compared with
-   kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the kernel
-   alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack. Other
-   reductions and other tensors take kvpn_any. ranks: the world, rounded up to 2, 4 or 8.
+   kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the
+   kernel alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack.
+   Other reductions and other tensors take kvpn_any. ranks: the world, rounded up to 2, 4 or 8.
 
        own kernels are off, or there is none for the type or the op     NCCL
        more bytes than the limit, not deterministic                     NCCL
@@ -3515,9 +3514,7 @@ typedef struct kvpn_limits {
     size_t parts, parts_many, parts_even, parts_uneven, gather, gather_odd;
 } kvpn_limits;
 
-enum {
-    kvpn_few_gathered = 256 << 10
-}; /* bytes that a rank receives by kvpn_gather_all, at most: of 2, 4 and 8 ranks */
+enum { kvpn_few_gathered = 256 << 10 }; /* bytes that a rank receives by kvpn_gather_all, at most */
 
 static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {

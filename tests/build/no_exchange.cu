@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Implements kvprim_nccl.h without the kernels of gathers and all-to-alls: NCCL serves these at any size, and own kernels
-// the reductions. Needs no GPU.
+// Implements kvprim_nccl.h without the kernels of gathers and all-to-alls: NCCL serves these at any size, and own
+// kernels the reductions. Needs no GPU.
 #define KVPRIM_NO_EXCHANGE
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_nccl.h"

@@ -451,12 +451,6 @@ static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, v
     with_sum_type(dtype, [&](auto x) { enqueue_sum<decltype(x)>(r, comm, stream, send, recv, count, dtype, seed); });
 }
 
-/* Whether all_gather of so many bytes from each rank needs no NCCL: kvprim_comm_desc says up to what an odd one does. */
-static bool can_gather(size_t bytes)
-{
-    return !one_gpu || bytes % 16 == 0 || bytes * size_t(world) <= size_t(3) << 20;
-}
-
 /* A graph of what `work` enqueues on the rank's stream. */
 static cudaGraphExec_t captured(rank_state &r, const std::function<void()> &work,
                                 cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal)

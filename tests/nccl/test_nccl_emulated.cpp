@@ -27,9 +27,9 @@ enum kind {
     kinds
 };
 
-/* Which parts an exchange has: the same of all; the same of all from one place, as all_gather has them; the same from a
-   rank to all others, as all_gatherv has them; different ones, half of them whole packs; none from and none to one rank;
-   none except those that stay. */
+/* Which parts an exchange has: the same of all; the same of all from one place, as all_gather has them; the same from
+   a rank to all others, as all_gatherv has them; different ones, half of them whole packs; none from and none to one
+   rank; none except those that stay. */
 enum shape { equal, gathered, to_all, different, whole_packs, one_silent, only_own, shapes };
 
 /* A call. Every rank derives it from its number alone; only places differ by rank. */

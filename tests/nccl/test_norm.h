@@ -156,7 +156,7 @@ static void test_norms_in_turn(rank_state &r)
         norm_compare<<<16, 256, 0, r.stream>>>(work, wanted, calls[k].c.bytes, r.wrong);
         if (n % 3 == 0)
             enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[0], count, KVPRIM_BF16, draw);
-        if (n % 5 == 0 && can_gather(count))
+        if (n % 5 == 0)
             OK(kvprim_all_gather(&r.comm, r.device[0] + (32 << 20), r.device[0], count, KVPRIM_U8, r.stream));
         if (n % 100 == 99 && r.rank == n / 100 % world)
             sleep_ms(3);
