@@ -801,11 +801,12 @@ static inline void kvpi_end_range(const int *level)
 
 /* Stop here if you only use the library. */
 
-/* >>impl_elements -- conversions of one element, for this header and for kvprim_cuda.cuh
+/* >>impl_elements -- conversions of elements. The other headers include this one again with KVPRIM_ELEMENTS for them.
 
-   They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. They
-   have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on such options. */
-#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION)) &&  \
+   They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. Those
+   of one element have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on
+   such options. */
+#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_ELEMENTS)) &&             \
     !defined(KVPRIM_ELEMENT)
 
 #if defined(__FAST_MATH__) || defined(__RECIPROCAL_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
@@ -819,6 +820,11 @@ static inline void kvpi_end_range(const int *level)
 #define KVPRIM_ELEMENT static __host__ __device__ __forceinline__
 #else
 #define KVPRIM_ELEMENT static inline
+#endif
+
+/* PTX knows the 8-bit floating types from sm_89 on (by CUDA 12.1). */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
+#define KVPRIM_PTX_F8
 #endif
 
 KVPRIM_ELEMENT uint32_t kvpi_bits_of(float x)
@@ -1016,6 +1022,59 @@ KVPRIM_ELEMENT uint32_t kvpi_to_element(kvprim_dtype dtype, float x)
            : dtype == KVPRIM_F16    ? kvpi_to_f16(x)
            : dtype == KVPRIM_BF16   ? kvpi_to_bf16(x)
                                     : kvpi_to_f32(x);
+}
+
+/* The two elements of a word of fp16. */
+KVPRIM_ELEMENT void kvpi_of_f16x2(float *x, uint32_t word)
+{
+#ifdef __CUDA_ARCH__
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(x[0]), "=f"(x[1])
+        : "r"(word));
+#else
+    x[0] = kvpi_of_f16(word & 0xffff), x[1] = kvpi_of_f16(word >> 16);
+#endif
+}
+
+/* The four elements of a word of E4M3 or E5M2, and back. */
+KVPRIM_ELEMENT void kvpi_of_f8x4(kvprim_dtype dtype, float *x, uint32_t word)
+{
+#ifdef KVPRIM_PTX_F8
+    uint32_t low, high; /* each two fp16 */
+    if (dtype == KVPRIM_F8E4M3)
+        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+            : "=r"(low), "=r"(high)
+            : "r"(word));
+    else
+        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b;}"
+            : "=r"(low), "=r"(high)
+            : "r"(word));
+    kvpi_of_f16x2(x, low), kvpi_of_f16x2(x + 2, high);
+#else
+    for (int k = 0; k < 4; k++)
+        x[k] = kvpi_of_element(dtype, word >> 8 * k & 0xff);
+#endif
+}
+
+KVPRIM_ELEMENT uint32_t kvpi_to_f8x4(kvprim_dtype dtype, const float *x)
+{
+    uint32_t word = 0;
+#ifdef KVPRIM_PTX_F8
+    if (dtype == KVPRIM_F8E4M3)
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    else
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, %2, %1; cvt.rn.satfinite.e5m2x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+#else
+    for (int k = 0; k < 4; k++)
+        word |= kvpi_to_element(dtype, x[k]) << 8 * k;
+#endif
+    return word;
 }
 
 /* A tile's largest magnitude (amax), found in the bits of its elements, which order as the magnitudes do, NaN last:

@@ -369,6 +369,9 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 #error "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Without a GPU, include kvprim.h instead"
 #endif
 
+#define KVPRIM_ELEMENTS /* kvprim.h's >>impl_elements, once for each unit */
+#include "kvprim.h"
+#undef KVPRIM_ELEMENTS
 #include <string.h>
 #ifndef KVPRIM_CUDA_EMULATE /* the emulation runs the kernels below thread by thread on the CPU, for the tests */
 #include <stdio.h>
@@ -1386,11 +1389,7 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
    options (--use_fast_math) change what C's operators do. What has no instruction takes the functions of kvprim.h. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* PTX knows the 8-bit types from sm_89 on (by CUDA 12.1), packs two of 16 bits from sm_80 on, and integers
-   from sm_72 on. */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
-#define KVPRIM_PTX_F8
-#endif
+/* PTX packs two numbers of 16 bits from sm_80 on, and integers from sm_72 on. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define KVPRIM_PTX_F16X2
 #endif
@@ -1592,65 +1591,30 @@ KVPRIM_DEVICE constexpr uint32_t kvpc_size(kvprim_dtype type)
 /* The numbers of one word: 1 of fp32, 2 of fp16 and bf16, 4 of the 8-bit types. */
 template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint32_t word)
 {
-#ifdef KVPRIM_PTX_F8
-    if (type == KVPRIM_F8E4M3 || type == KVPRIM_F8E5M2) {
-        uint32_t low, high; /* each two fp16 */
-        if (type == KVPRIM_F8E4M3)
-            asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
-                : "=r"(low), "=r"(high)
-                : "r"(word));
-        else
-            asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b;}"
-                : "=r"(low), "=r"(high)
-                : "r"(word));
-        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-            : "=f"(x[0]), "=f"(x[1])
-            : "r"(low));
-        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-            : "=f"(x[2]), "=f"(x[3])
-            : "r"(high));
-        return;
-    }
-#endif
-#ifdef __CUDA_ARCH__
-    if (type == KVPRIM_F16) {
-        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-            : "=f"(x[0]), "=f"(x[1])
-            : "r"(word));
-        return;
-    }
-    if (type == KVPRIM_INT8) { /* 2^23 + 128 + the value, less 2^23 + 128 */
-        for (uint32_t k = 0; k < 4; k++)
-            x[k] = kvpi_float_of(__byte_perm(word ^ 0x80808080, 0x4b000000, 0x7440 + k)) - 8388736.0f;
-        return;
-    }
-#endif
-    if (type == KVPRIM_BF16) {
+    if (type == KVPRIM_F32)
+        x[0] = kvpi_float_of(word);
+    else if (type == KVPRIM_BF16)
         x[0] = kvpi_float_of(word << 16), x[1] = kvpi_float_of(word & 0xffff0000);
-        return;
-    }
-    const uint32_t size = kvpc_size(type), mask = size == 4 ? UINT32_MAX : (1u << 8 * size % 32) - 1;
-    for (uint32_t k = 0; k < 4 / size; k++)
-        x[k] = kvpi_of_element(type, word >> 8 * size * k & mask);
+    else if (type == KVPRIM_F16)
+        kvpi_of_f16x2(x, word);
+    else if (type != KVPRIM_INT8)
+        kvpi_of_f8x4(type, x, word);
+    else
+        for (uint32_t k = 0; k < 4; k++)
+#ifdef __CUDA_ARCH__ /* 2^23 + 128 + the value, less 2^23 + 128 */
+            x[k] = kvpi_float_of(__byte_perm(word ^ 0x80808080, 0x4b000000, 0x7440 + k)) - 8388736.0f;
+#else
+            x[k] = kvpi_of_int8(word >> 8 * k & 0xff);
+#endif
 }
 
 /* The reverse, rounded to the nearest and saturated as >>format says. */
 template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float *x)
 {
     uint32_t word = 0;
-#ifdef KVPRIM_PTX_F8
-    if (type == KVPRIM_F8E4M3)
-        asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
-            "mov.b32 %0, {a, b};}"
-            : "=r"(word)
-            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
-    else if (type == KVPRIM_F8E5M2)
-        asm("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, %2, %1; cvt.rn.satfinite.e5m2x2.f32 b, %4, %3; "
-            "mov.b32 %0, {a, b};}"
-            : "=r"(word)
-            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    if (type == KVPRIM_F8E4M3 || type == KVPRIM_F8E5M2)
+        word = kvpi_to_f8x4(type, x);
     else
-#endif
 #ifdef KVPRIM_PTX_F16X2
         if (type == KVPRIM_F16)
         asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(x[0]), "f"(x[1]));
