@@ -71,7 +71,7 @@
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
-   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 7 s of
+   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 4 s of
                                nvcc (13.0) and 1.0 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
@@ -99,12 +99,12 @@ extern "C" {
    the call. The GPU reads and writes scales, and adds to `nans` atomically, when the work runs. So in a graph,
    SCALE_TENSOR and SCALE_HEAD have at each replay the scales that memory holds then. Scales of a tensor or head, and
    source rows, may be read even if no row moves.
-   The fastest kernels take one launch for a gather, or for a store of K and V together: of one layer, without max_sms,
-   if rows, pieces of rows and tiles are made of groups of 8 elements (4 of F32) that are aligned to their size. Where
-   scales are computed, source rows have at most 4,096 bytes, and no tile reaches into a second piece. V may have K's
-   types and kind of scale, or, beside K with computed scales, consist of bytes in words of 16. Other conversions take
-   one launch each and, if groups of 8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15 times. If
-   a side of a transfer is pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No
+   The fastest kernels take one launch for a gather, or for a store of K and V together: fp16 or bf16 into a quantised
+   type or out of it, of one layer, without max_sms, if rows, pieces of rows and tiles are made of groups of 8 elements
+   that are aligned to their size. Where scales are computed, source rows have at most 4,096 bytes, and no tile reaches
+   into a second piece. V may have K's types and kind of scale, or, beside K with computed scales, consist of bytes in
+   words of 16. Other conversions take one launch each and, if groups of 8 elements are aligned, 1.1 to 2 times as long;
+   element by element 5 to 15 times. If a side of a transfer is pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No
    conversion uses the copy engine. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
@@ -1460,17 +1460,29 @@ KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
 #endif
 }
 
+/* Correctly rounded, as C's is without options. */
+KVPRIM_DEVICE float kvpc_divide_exactly(float a, float b)
+{
+#ifdef __CUDA_ARCH__
+    float c;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#else
+    return kvpi_quotient(a, b);
+#endif
+}
+
 /* What divides elements by a scale that many of them share, or multiplies them by it. */
 typedef struct kvpc_factor {
     float high, low; /* the factor, in two parts if it is a reciprocal */
-    float nearest;   /* the reciprocal to the nearest fp32 */
     float scale;     /* what it is of */
     bool divides;
+    bool exactly; /* by the division itself, as kvpc_apply_reciprocal cannot */
 } kvpc_factor;
 
 KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
 {
-    return kvpc_factor{factor, 0, 0, factor, false};
+    return kvpc_factor{factor, 0, factor, false, false};
 }
 
 /* x / scale takes two instructions with `high` below 1 / scale and `low` above the rest:
@@ -1487,38 +1499,28 @@ KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
    of 2^(11+n), so m j +- k is a multiple of 2^min(25-n, 11+n); it is less, hence 0. As |k| <= 2^(n-1) <= m, this leaves
    |j| = 1 and m = k = 1: S = 2^24 - 1 and x a power of two. There x / scale lies above the midpoint, as q's operand
    does, and both are rounded up. (Below a power of two the unit is half as large; S 2^(n-26) < 1/2 is close to no k.)
-   fp32 has numbers of 24 bits, which take two instructions more: q - (q scale - x) * nearest is correctly rounded if q
-   is one of the two fp32 numbers around the quotient, and nearest the reciprocal rounded to the nearest (Markstein).
    `low` is never 0, and has the sign of `high`: so zeros keep their sign, and infinity stays what it is.
    Scales from 2^-64 to 2^84 keep all this clear of underflow, where it matters: quotients below 2^-17 are 0, above 2^17
    the largest value. Other scales are brought there by a power of two, which multiplies x, too. */
-KVPRIM_DEVICE kvpc_factor kvpc_over(float scale, bool f32)
+KVPRIM_DEVICE kvpc_factor kvpc_over(float scale)
 {
-    kvpc_factor f = {scale, 0, 0, scale, true};
+    kvpc_factor f = {scale, 0, scale, true, false};
 #ifdef __CUDA_ARCH__
     f.high = kvpi_float_of(kvpi_bits_of(kvpc_near_reciprocal(scale)) - 2);
     f.low = kvpc_fma(kvpc_fma(-scale, f.high, 1), f.high, kvpc_mul(f.high, 4.547473508864641e-13f)); /* 2^-41 */
-    if (f32)
-        f.nearest = kvpc_reciprocal(scale);
-#else
-    (void)f32;
 #endif
     return f;
 }
 
-/* The steps above, for scales that are usual: see kvpc_is_unusual. */
-template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
+/* Divides n numbers of 11 bits by a scale that is usual: see kvpc_is_unusual. */
+template <uint32_t n> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
 {
-    for (uint32_t k = 0; k < n; k++) {
+    for (uint32_t k = 0; k < n; k++)
 #ifdef __CUDA_ARCH__
-        const float q = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
-        const float p = f32 ? kvpc_fma(kvpc_fma(q, f.scale, -x[k]), -f.nearest, q) : q;
-        const uint32_t from = 0x36800000, magnitude = kvpi_bits_of(q) & 0x7fffffff; /* 2^-18, to 2^18 */
-        x[k] = f32 && magnitude - from < 0x48800000 - from ? p : q;
+        x[k] = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
 #else
         x[k] = kvpi_quotient(x[k], f.scale);
 #endif
-    }
 }
 
 /* 1 for scales that kvpc_apply_reciprocal cannot take, not from 2^-64 to 2^84. */
@@ -1527,59 +1529,51 @@ KVPRIM_DEVICE uint32_t kvpc_is_unusual(float scale)
     return kvpi_bits_of(scale) - 0x1f800000 >= 0x69800000 - 0x1f800000;
 }
 
-/* Divides n numbers by a scale of any kind. */
-template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_divide_by_any(float *x, float scale)
+/* Divides n numbers of 11 bits by a scale of any kind, with less code than divisions take. */
+template <uint32_t n> KVPRIM_DEVICE void kvpc_divide_by_any(float *x, float scale)
 {
 #ifdef __CUDA_ARCH__
     const uint32_t bits = kvpi_bits_of(scale), magnitude = bits & 0x7fffffff;
     const uint32_t power = magnitude < 0x1f800000 ? 0x6f800000 : magnitude >= 0x69800000 ? 0x1f800000 : 0x3f800000;
     const float before = kvpi_float_of(power | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
-    kvpc_factor f = kvpc_over(kvpc_mul(scale, before), f32);
+    kvpc_factor f = kvpc_over(kvpc_mul(scale, before));
     if (magnitude == 0 || magnitude >= 0x7f800000)
-        f.high = f.low = f.nearest = kvpc_near_reciprocal(f.scale); /* infinity, 0, or NaN */
+        f.high = f.low = kvpc_near_reciprocal(f.scale); /* infinity, 0, or NaN */
     for (uint32_t k = 0; k < n; k++)
         x[k] = kvpc_mul(x[k], before);
-    kvpc_apply_reciprocal<n, f32>(x, f);
+    kvpc_apply_reciprocal<n>(x, f);
 #else
     for (uint32_t k = 0; k < n; k++)
         x[k] = kvpi_quotient(x[k], scale);
 #endif
 }
 
-/* Scales n numbers. f32: their type was fp32. */
-template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
+/* Scales n numbers. */
+template <uint32_t n> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
 {
     if (!f.divides)
         for (uint32_t k = 0; k < n; k++)
             x[k] = kvpc_mul(x[k], f.high);
-    else if (KVPRIM_UNLIKELY(kvpc_is_unusual(f.scale)))
-        kvpc_divide_by_any<n, f32>(x, f.scale);
+    else if (f.exactly)
+        for (uint32_t k = 0; k < n; k++)
+            x[k] = kvpc_divide_exactly(x[k], f.scale);
     else
-        kvpc_apply_reciprocal<n, f32>(x, f);
+        kvpc_apply_reciprocal<n>(x, f);
 }
 
 /* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 7 or 127
    times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one
    step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
-KVPRIM_DEVICE float kvpc_tile_scale_by(float largest, float by, float inverse, float least, bool power_of_two)
+KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, float least, bool power_of_two)
 {
-    const uint32_t infinity = 0x7f800000, bits = kvpi_bits_of(largest);
-    const float finite = kvpi_float_of(bits < infinity ? bits : infinity - 1);
+    const float finite = kvpi_tile_largest(kvpi_bits_of(largest));
 #ifdef __CUDA_ARCH__
-    const float q = kvpc_mul(finite, inverse);
-    const uint32_t quotient = kvpi_bits_of(kvpc_fma(kvpc_fma(-q, by, finite), inverse, q));
+    const float q = kvpc_mul(finite, inverse), quotient = kvpc_fma(kvpc_fma(-q, by, finite), inverse, q);
 #else
-    const uint32_t quotient = kvpi_bits_of(kvpi_quotient(finite, by));
+    const float quotient = kvpi_quotient(finite, by);
     (void)inverse;
 #endif
-    const uint32_t floor = kvpi_bits_of(least), scale = quotient > floor ? quotient : floor;
-    return kvpi_float_of(power_of_two ? (scale + 0x7fffff) & infinity : scale);
-}
-
-template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_tile_scale(float largest, float least, bool power_of_two)
-{
-    constexpr float by = type == KVPRIM_F8E4M3 ? 448.0f : type == KVPRIM_F8E5M2 ? 57344.0f : 127.0f, inverse = 1 / by;
-    return kvpc_tile_scale_by(largest, by, inverse, least, power_of_two);
+    return kvpi_tile_scale(quotient, least, power_of_two);
 }
 
 /* Bytes of an element. */
@@ -1652,22 +1646,23 @@ template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_clear_nans(float *x)
     return nans;
 }
 
-/* n elements in consecutive words, which they fill. */
+/* n elements in consecutive words, which they fill; or one, the first of a word: then x has room for four. */
 template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_decode(float *x, const uint32_t *words)
 {
     const uint32_t in_word = 4 / kvpc_size(type);
-    for (uint32_t w = 0; w < n / in_word; w++)
+    for (uint32_t w = 0; w < (n + in_word - 1) / in_word; w++)
         kvpc_decode_word<type>(x + w * in_word, words[w]);
 }
 
 template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t *words, const float *x)
 {
     const uint32_t in_word = 4 / kvpc_size(type);
-    for (uint32_t w = 0; w < n / in_word; w++)
+    for (uint32_t w = 0; w < (n + in_word - 1) / in_word; w++)
         words[w] = kvpc_encode_word<type>(x + w * in_word);
 }
 
-/* The larger magnitudes of two words, element by element, with any signs; NaN does not count beside a number. */
+/* The larger magnitudes of two words of fp16 or bf16, element by element, with any signs; NaN does not count beside a
+   number. */
 template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_most(uint32_t a, uint32_t b)
 {
     uint32_t most = 0;
@@ -1678,9 +1673,6 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_most(uint32_t a, uint32
         asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
     else
 #endif
-        if (type == KVPRIM_F32)
-        most = kvpi_bits_of(kvpc_max_magnitude(kvpc_max_magnitude(0, kvpi_float_of(a)), kvpi_float_of(b)));
-    else
         for (uint32_t shift = 0; shift < 32; shift += 16) {
             const uint32_t infinity = type == KVPRIM_F16 ? 0x7c00 : 0x7f80;
             const uint32_t x = a >> shift & 0x7fff, y = b >> shift & 0x7fff;
@@ -1701,8 +1693,8 @@ template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_most_of(uint32_t most)
 
 /* >>impl_convert_rows ------------------------------------------------------------------------------------------------
 
-   Stores and gathers that convert plain rows (see kvpc_is_plain), where the indexed side is quantised. A unit is a
-   16-byte word of the side of fp32, fp16 or bf16: 4 or 8 elements, which take as many bytes on the quantised side. */
+   Stores and gathers that convert plain rows (see kvpc_is_plain), where the indexed side is quantised and the other one
+   fp16 or bf16. A unit is 8 elements: a word of 16 bytes there, 8 bytes on the quantised side. */
 #ifndef KVPRIM_NO_CONVERT
 
 /* K, V, or a half of the units of K's rows. */
@@ -1761,7 +1753,7 @@ KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, ui
 }
 
 /* The address of the scale of a unit's tile, in a row whose scales begin at `row`. */
-KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_convert &p, const kvpc_route &s, uint64_t row, uint32_t unit)
+KVPRIM_DEVICE uint64_t kvpc_tile_at(const kvpc_convert &p, const kvpc_route &s, uint64_t row, uint32_t unit)
 {
     return kvpc_row_at(row, __umulhi(2 * (unit + s.unit), p.tile_magic) >> p.tile_shift, s.tile);
 }
@@ -1771,20 +1763,26 @@ KVPRIM_DEVICE float kvpc_load_scale(uint64_t address, bool e8m0)
     return e8m0 ? kvpi_of_e8m0(kvpc_load_u8(address)) : kvpc_load_f32(address);
 }
 
+KVPRIM_DEVICE void kvpc_store_scale(uint64_t address, float scale, bool e8m0)
+{
+    if (e8m0)
+        *(uint8_t *)kvpc_global(address) = (uint8_t)kvpi_to_e8m0(scale);
+    else
+        *(float *)kvpc_global(address) = scale;
+}
+
 /* Scales, rounds and stores units, each with a scale of its own or all with one: all steps of one unit beside those
    of the others. If !p.divides, they are multiplied by their own scale, or by the reciprocal of the one. */
 template <kvprim_dtype from, bool int8, uint32_t units, bool own_scale>
 KVPRIM_DEVICE void kvpc_store_units(const kvpc_convert &p, const uint64_t *dst, const uint4 *v, const float *scale,
                                     uint32_t power_of_two, const bool *stores)
 {
-    const uint32_t n = 16 / kvpc_size(from);
-    const bool f32 = from == KVPRIM_F32;
     uint32_t unusual = p.divides == 0;
-    float e[units][n];
-    uint32_t out[units][n / 4];
+    float e[units][8];
+    uint32_t out[units][2];
     for (uint32_t m = 0; m < units; m++) {
         const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
-        kvpc_decode<from, n>(e[m], in);
+        kvpc_decode<from, 8>(e[m], in);
     }
     for (uint32_t m = 0; m < (own_scale ? units : 1); m++)
         unusual |= kvpc_is_unusual(scale[m]);
@@ -1795,35 +1793,33 @@ KVPRIM_DEVICE void kvpc_store_units(const kvpc_convert &p, const uint64_t *dst, 
                 const float times = own_scale      ? one
                                     : power_of_two ? kvpi_float_of(0x7f000000 - kvpi_bits_of(one))
                                                    : kvpc_reciprocal(one);
-                for (uint32_t k = 0; k < n; k++)
+                for (uint32_t k = 0; k < 8; k++)
                     e[m][k] = kvpc_mul(e[m][k], times);
             } else
-                kvpc_divide_by_any<n, f32>(e[m], scale[own_scale ? m : 0]);
+                kvpc_divide_by_any<8>(e[m], scale[own_scale ? m : 0]);
     else
         for (uint32_t m = 0; m < units; m++)
-            kvpc_apply_reciprocal<n, f32>(e[m], kvpc_over(scale[own_scale ? m : 0], f32));
+            kvpc_apply_reciprocal<8>(e[m], kvpc_over(scale[own_scale ? m : 0]));
     if (int8 && p.nans) {
         uint32_t nans = 0;
         for (uint32_t m = 0; m < units; m++)
             if (stores[m])
-                nans += kvpc_clear_nans<n>(e[m]);
+                nans += kvpc_clear_nans<8>(e[m]);
         if (nans)
             atomicAdd(p.nans, nans);
     }
     if (int8)
         for (uint32_t m = 0; m < units; m++)
-            kvpc_encode<KVPRIM_INT8, n>(out[m], e[m]);
+            kvpc_encode<KVPRIM_INT8, 8>(out[m], e[m]);
     else if (KVPRIM_UNLIKELY(p.e5m2 != 0))
         for (uint32_t m = 0; m < units; m++)
-            kvpc_encode<KVPRIM_F8E5M2, n>(out[m], e[m]);
+            kvpc_encode<KVPRIM_F8E5M2, 8>(out[m], e[m]);
     else
         for (uint32_t m = 0; m < units; m++)
-            kvpc_encode<KVPRIM_F8E4M3, n>(out[m], e[m]);
+            kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], e[m]);
     for (uint32_t m = 0; m < units; m++)
-        if (stores[m] && n == 8)
-            kvpc_store8(dst[m], uint2{out[m][0], out[m][n / 4 - 1]});
-        else if (stores[m])
-            *(uint32_t *)kvpc_global(dst[m]) = out[m][0];
+        if (stores[m])
+            kvpc_store8(dst[m], uint2{out[m][0], out[m][1]});
 }
 
 /* Stores rows whose scales are given, or none. Each thread moves a unit of each of `routes` routes. */
@@ -1831,7 +1827,6 @@ template <kvprim_dtype from, bool int8, uint32_t routes>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
-    const uint32_t n = 16 / kvpc_size(from);
     uint32_t i, at;
     if (p.plain.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
@@ -1842,7 +1837,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_settle(index_at);
     for (uint32_t m = 0; m < routes; m++) {
         src[m] = kvpc_row_at(p.route[m].src + at, i, p.route[m].src_stride);
-        scale_at[m] = kvpc_scale_at(p, p.route[m], p.route[m].scales, at / 16);
+        scale_at[m] = kvpc_tile_at(p, p.route[m], p.route[m].scales, at / 16);
         kvpc_settle(src[m]), kvpc_settle(scale_at[m]);
     }
     if (p.plain.pdl != kvpc_alone)
@@ -1871,7 +1866,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
         if (s.span && x.inside && at == 0)
             kvpc_fetch_edges(row, s.span);
-        dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * n, at / 16);
+        dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * 8, at / 16);
         stores[m] = stores[m] && x.inside;
     }
     kvpc_store_units<from, int8, routes, true>(p, dst, v, scale, 0, stores);
@@ -1880,11 +1875,10 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 }
 
 /* Gathers rows. Each thread moves a unit, and with `loads` 2 another one row_threads further, if there is one. */
-template <bool int8, kvprim_dtype to, uint32_t loads>
+template <kvprim_dtype to, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
-    const uint32_t n = 16 / kvpc_size(to);
     const kvpc_route &s = p.route[0];
     uint32_t i, at;
     if (!kvpc_find_thread(p.plain, true, loads, &i, &at))
@@ -1902,40 +1896,38 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (s.scales && !s.scale_row)
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.units)
-                scale[k] = kvpc_load_f32(kvpc_scale_at(p, s, s.scales, first + k * step));
+                scale[k] = kvpc_load_f32(kvpc_tile_at(p, s, s.scales, first + k * step));
     const uint32_t page = kvpc_page_of(p.plain, x.row);
     const uint64_t src = kvpc_row_at(kvpc_row_at(s.src, x.row, s.src_stride), page, s.page);
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t unit = first + k * step;
-        const uint64_t from = kvpc_head_at(p.plain, s, src + unit * n, unit);
+        const uint64_t from = kvpc_head_at(p.plain, s, src + 8 * unit, unit);
         v[k] = uint2{0, 0};
-        if (x.inside && unit < p.units && n == 8)
+        if (x.inside && unit < p.units)
             v[k] = kvpc_load8(from);
-        else if (x.inside && unit < p.units)
-            v[k].x = (uint32_t)kvpc_load_i32(from);
     }
     if (s.scale_row && x.inside) {
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.units)
-                scale[k] = kvpc_load_scale(kvpc_scale_at(p, s, row, first + k * step), p.e8m0 != 0);
+                scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), p.e8m0 != 0);
     }
     if (p.plain.pdl != kvpc_alone && loads == 1)
         kvpc_pdl_trigger();
     const uint64_t dst = kvpc_row_at(s.dst + at, i, s.dst_stride);
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t in[2] = {v[k].x, v[k].y};
-        float e[n];
+        float e[8];
         uint32_t out[4];
         if (int8)
-            kvpc_decode<KVPRIM_INT8, n>(e, in);
+            kvpc_decode<KVPRIM_INT8, 8>(e, in);
         else if (p.e5m2)
-            kvpc_decode<KVPRIM_F8E5M2, n>(e, in);
+            kvpc_decode<KVPRIM_F8E5M2, 8>(e, in);
         else
-            kvpc_decode<KVPRIM_F8E4M3, n>(e, in);
-        for (uint32_t j = 0; j < n; j++)
+            kvpc_decode<KVPRIM_F8E4M3, 8>(e, in);
+        for (uint32_t j = 0; j < 8; j++)
             e[j] = kvpc_mul(e[j], x.inside ? scale[k] : 1);
-        kvpc_encode<to, n>(out, e);
+        kvpc_encode<to, 8>(out, e);
         if (first + k * step < p.units)
             kvpc_store16(dst + 16 * k * step, uint4{out[0], out[1], out[2], out[3]});
     }
@@ -1951,7 +1943,6 @@ template <kvprim_dtype from, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
 {
-    const uint32_t n = 16 / kvpc_size(from);
     if (p.plain.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
     const bool copies = threadIdx.x >= p.k_threads, exact = loads < 8; /* a tile is tile_lanes * loads units */
@@ -1983,7 +1974,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t page = kvpc_page_of(p.plain, x.row);
     const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
     const uint64_t scales = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
-    const uint64_t dst = copies ? row + 16 * first : kvpc_head_at(p.plain, s, row + n * first, first);
+    const uint64_t dst = copies ? row + 16 * first : kvpc_head_at(p.plain, s, row + 8 * first, first);
     const uint64_t scale_at = kvpc_row_at(scales, tile, s.tile);
     kvpc_settle(dst), kvpc_settle(scale_at);
     uint32_t most = 0;
@@ -2002,20 +1993,15 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (p.scale_span)
             kvpc_fetch_edges(scales, p.scale_span);
     }
-    const float scale =
-        kvpc_tile_scale_by(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, p.power_of_two != 0);
+    const float scale = kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, p.power_of_two != 0);
     uint64_t to[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        to[k] = dst + n * k * p.tile_lanes;
+        to[k] = dst + 8 * k * p.tile_lanes;
         has[k] = has[k] && x.inside;
     }
     kvpc_store_units<from, int8, loads, false>(p, to, v, &scale, p.power_of_two, has);
-    if (x.inside && in_tile == 0) {
-        if (p.e8m0)
-            *(uint8_t *)kvpc_global(scale_at) = (uint8_t)kvpi_to_e8m0(scale);
-        else
-            *(float *)kvpc_global(scale_at) = scale;
-    }
+    if (x.inside && in_tile == 0)
+        kvpc_store_scale(scale_at, scale, p.e8m0 != 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p.plain, x);
 }
@@ -3055,32 +3041,9 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
 typedef void (*kvpc_plain_convert)(const kvpc_convert KVPRIM_IN_PLACE);
 typedef void (*kvpc_tiles_convert)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
 
-template <bool int8, uint32_t routes> static kvpc_plain_convert kvpc_convert_store_of(kvprim_dtype from)
-{
-    return from == KVPRIM_BF16  ? kvpc_convert_store_kernel<KVPRIM_BF16, int8, routes>
-           : from == KVPRIM_F16 ? kvpc_convert_store_kernel<KVPRIM_F16, int8, routes>
-                                : kvpc_convert_store_kernel<KVPRIM_F32, int8, routes>;
-}
-
-template <bool int8, uint32_t loads> static kvpc_plain_convert kvpc_convert_gather_of(kvprim_dtype to)
-{
-    return to == KVPRIM_BF16  ? kvpc_convert_gather_kernel<int8, KVPRIM_BF16, loads>
-           : to == KVPRIM_F16 ? kvpc_convert_gather_kernel<int8, KVPRIM_F16, loads>
-                              : kvpc_convert_gather_kernel<int8, KVPRIM_F32, loads>;
-}
-
-template <bool int8, uint32_t loads> static kvpc_tiles_convert kvpc_convert_tiles_of(kvprim_dtype from)
-{
-    return from == KVPRIM_BF16  ? kvpc_convert_tiles_kernel<KVPRIM_BF16, int8, loads>
-           : from == KVPRIM_F16 ? kvpc_convert_tiles_kernel<KVPRIM_F16, int8, loads>
-                                : kvpc_convert_tiles_kernel<KVPRIM_F32, int8, loads>;
-}
-
-/* Elements of a unit, whose side has this type. */
-static int64_t kvpc_unit_elements(kvprim_dtype type)
-{
-    return type == KVPRIM_F32 ? 4 : 8;
-}
+/* A kernel for each of these types, by the other side's. */
+#define KVPRIM_CONVERT_KERNEL(type, kernel, ...)                                                                       \
+    ((type) == KVPRIM_BF16 ? kernel<KVPRIM_BF16, __VA_ARGS__> : kernel<KVPRIM_F16, __VA_ARGS__>)
 
 /* Whether all places of a side's rows are multiples of `word`. */
 static bool kvpc_is_made_of(const kvprim_side *side, int64_t word)
@@ -3108,9 +3071,8 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
         return false;
     const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_format &f = quantised->format, &g = other->format;
-    const int64_t n = kvpc_unit_elements(g.dtype);
-    if (!kvpi_is_quantised(f.dtype) || kvpi_is_quantised(g.dtype) || !kvpc_is_made_of(other, 16) ||
-        !kvpc_is_made_of(quantised, n))
+    if (!kvpi_is_quantised(f.dtype) || (g.dtype != KVPRIM_BF16 && g.dtype != KVPRIM_F16) ||
+        !kvpc_is_made_of(other, 16) || !kvpc_is_made_of(quantised, 8))
         return false;
     const bool tiles = f.scale == KVPRIM_SCALE_TILE, heads = f.scale == KVPRIM_SCALE_HEAD;
     if (tiles && !m->zero && (quantised->piece_bytes % f.tile != 0 || m->row_bytes > 16 * kvpc_most_threads))
@@ -3119,9 +3081,9 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
         return false;
     if (!tiles && f.scale_dtype == KVPRIM_F8E8M0) /* scales that rows share are read as fp32 */
         return false;
-    return (!(tiles || heads) || (f.tile % n == 0 && f.scale_tile_stride <= UINT32_MAX)) &&
+    return (!(tiles || heads) || (f.tile % 8 == 0 && f.scale_tile_stride <= UINT32_MAX)) &&
            (!tiles || (f.scale_stride <= UINT32_MAX && kvpc_scale_page_step(&quantised->table, &f) >= 0 &&
-                       (m->zero || f.tile <= n * most_units)));
+                       (m->zero || f.tile <= 8 * most_units)));
 }
 
 /* Whether one launch takes both moves: the same slots, conversion and kind of scales; or V is copied beside tiles. */
@@ -3180,13 +3142,12 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
 /* Everything that K and V share, except how threads share the rows. */
 static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
 {
-    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
+    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
     const kvprim_table *const t = &indexed->table;
     const kvprim_format &f = indexed->format;
-    const int64_t n = kvpc_unit_elements(other->format.dtype);
     const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
-    const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / n : 0);
-    const kvpc_divisor tile = kvpc_divisor_of(tiles ? f.tile / n : 0);
+    const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0);
+    const kvpc_divisor tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0);
     p->plain.index = (uintptr_t)indexed->index;
     p->plain.index_is_i64 = indexed->index_type == KVPRIM_I64;
     p->plain.index_step = (uint32_t)indexed->index_stride * (p->plain.index_is_i64 ? 8 : 4);
@@ -3233,7 +3194,7 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *mo
     const kvprim_dtype from = moves->src.format.dtype;
     const bool int8 = f.dtype == KVPRIM_INT8, copies = n == 2 && !moves[1].dst.format.dtype;
     const uint32_t tables = n == 2 && !copies ? 2 : 1;
-    p->tile_units = (uint32_t)(f.tile / kvpc_unit_elements(from));
+    p->tile_units = (uint32_t)(f.tile / 8);
     p->power_of_two = f.scale_power_of_two || p->e8m0;
     if (p->power_of_two)
         p->divides = 0; /* multiplying by the power's reciprocal is the same */
@@ -3242,7 +3203,7 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *mo
     p->inverse = 1.0f / p->largest;
     const uint64_t v_words = copies ? (uint64_t)moves[1].row_bytes / 16 : 0;
     const uint64_t bytes = (uint64_t)p->plain.count * (p->units * tables + v_words) * 16;
-    const bool power = (p->tile_units & (p->tile_units - 1)) == 0, one = !int8 && from != KVPRIM_F32;
+    const bool power = (p->tile_units & (p->tile_units - 1)) == 0, one = !int8;
     const uint32_t loads = !power || p->tile_units > 64 || p->tile_units < 2       ? 8
                            : bytes <= kvpc_few_bytes && p->tile_units <= 32 && one ? 1
                                                                                    : 2;
@@ -3261,12 +3222,12 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *mo
     p->k_threads = kvpc_whole_warps(rows * lanes);
     if (copies)
         p->v_magic = (65536 + p->v_words - 1) / p->v_words;
-    const kvpc_tiles_convert kernel =
-        loads == 1   ? from == KVPRIM_F16 ? kvpc_convert_tiles_kernel<KVPRIM_F16, false, 1>
-                                          : kvpc_convert_tiles_kernel<KVPRIM_BF16, false, 1>
-          : loads == 2 ? int8 ? kvpc_convert_tiles_of<true, 2>(from) : kvpc_convert_tiles_of<false, 2>(from)
-          : int8 ? kvpc_convert_tiles_of<true, 8>(from)
-                     : kvpc_convert_tiles_of<false, 8>(from);
+    const kvpc_tiles_convert kernel = loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 1)
+                                      : loads == 2
+                                          ? int8 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, true, 2)
+                                                 : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 2)
+                                      : int8 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, true, 8)
+                                             : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 8);
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
@@ -3336,7 +3297,7 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
         p->route[1] = p->route[0];
         p->route[1].span = 0;
         p->route[1].src += 16 * (uint64_t)half;
-        p->route[1].dst += (uint64_t)half * (uint64_t)kvpc_unit_elements(other);
+        p->route[1].dst += 8 * (uint64_t)half;
         p->route[1].unit = half;
         p->units = half;
         routes = 2;
@@ -3345,12 +3306,13 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
     const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
     const kvpc_plain_convert kernel =
-        m->zero       ? int8         ? kvpc_convert_gather_of<true, 2>(other)
-                        : loads == 1 ? kvpc_convert_gather_of<false, 1>(other)
-                                     : kvpc_convert_gather_of<false, 2>(other)
-              : int8 ? routes == 1 ? kvpc_convert_store_of<true, 1>(other) : kvpc_convert_store_of<true, 2>(other)
-              : routes == 1 ? kvpc_convert_store_of<false, 1>(other)
-                      : kvpc_convert_store_of<false, 2>(other);
+        m->zero       ? int8         ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, true, 2)
+                        : loads == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 1)
+                                     : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 2)
+              : int8 ? routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, true, 1)
+                                   : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, true, 2)
+              : routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 1)
+                      : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 2);
     *status = kvpc_start_convert(call, kernel, parts, threads, bytes, p);
     return true;
 }
@@ -3963,8 +3925,8 @@ typedef struct kvpc_change {
     uint32_t scaling;            /* kvpc_multiplied ... */
     uint32_t quantises, computes, several; /* several: a span may have more than one scale, which it reads */
     uint32_t is_e8m0, power_of_two;
-    float scale_min;
-    uint64_t scales, scales_step; /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
+    float least, largest, inverse; /* as in kvpc_convert_tiles */
+    uint64_t scales, scales_step;  /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
     int64_t offset;
     kvpc_layout scale;             /* `head` divides by the elements of a tile, and head_step leads to the next scale */
     uint64_t elements, span, tile; /* of a row, a span, a tile whose scale is computed */
@@ -4040,37 +4002,21 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_store_elements(uint64_t address, c
         kvpc_store16(address + 16, uint4{w[4], w[5], w[6], w[7]});
 }
 
-/* The numbers that elements stand for. One element is the first of a word; then, too, x has room for 4. */
-template <uint32_t n, kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_as(const uint32_t *w, float *x)
-{
-    if (n == 1)
-        kvpc_decode_word<type>(x, w[0]);
-    else
-        kvpc_decode<type, 8>(x, w);
-}
-
+/* The numbers that elements stand for. */
 template <uint32_t n> KVPRIM_DEVICE void kvpc_decode_any(uint32_t type, const uint32_t *w, float *x)
 {
     if (type == KVPRIM_BF16)
-        kvpc_decode_as<n, KVPRIM_BF16>(w, x);
+        kvpc_decode<KVPRIM_BF16, n>(x, w);
     else if (type == KVPRIM_F16)
-        kvpc_decode_as<n, KVPRIM_F16>(w, x);
+        kvpc_decode<KVPRIM_F16, n>(x, w);
     else if (type == KVPRIM_F32)
-        kvpc_decode_as<n, KVPRIM_F32>(w, x);
+        kvpc_decode<KVPRIM_F32, n>(x, w);
     else if (type == KVPRIM_F8E4M3)
-        kvpc_decode_as<n, KVPRIM_F8E4M3>(w, x);
+        kvpc_decode<KVPRIM_F8E4M3, n>(x, w);
     else if (type == KVPRIM_F8E5M2)
-        kvpc_decode_as<n, KVPRIM_F8E5M2>(w, x);
+        kvpc_decode<KVPRIM_F8E5M2, n>(x, w);
     else
-        kvpc_decode_as<n, KVPRIM_INT8>(w, x);
-}
-
-template <uint32_t n, kvprim_dtype type> KVPRIM_DEVICE void kvpc_encode_as(uint32_t *w, const float *x)
-{
-    if (n == 1)
-        w[0] = kvpc_encode_word<type>(x);
-    else
-        kvpc_encode<type, 8>(w, x);
+        kvpc_decode<KVPRIM_INT8, n>(x, w);
 }
 
 /* Returns how many NaNs INT8 has lost. */
@@ -4078,18 +4024,18 @@ template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_encode_any(uint32_t type, uint
 {
     uint32_t nans = 0;
     if (type == KVPRIM_F8E4M3)
-        kvpc_encode_as<n, KVPRIM_F8E4M3>(w, x);
+        kvpc_encode<KVPRIM_F8E4M3, n>(w, x);
     else if (type == KVPRIM_F8E5M2)
-        kvpc_encode_as<n, KVPRIM_F8E5M2>(w, x);
+        kvpc_encode<KVPRIM_F8E5M2, n>(w, x);
     else if (type == KVPRIM_BF16)
-        kvpc_encode_as<n, KVPRIM_BF16>(w, x);
+        kvpc_encode<KVPRIM_BF16, n>(w, x);
     else if (type == KVPRIM_F16)
-        kvpc_encode_as<n, KVPRIM_F16>(w, x);
+        kvpc_encode<KVPRIM_F16, n>(w, x);
     else if (type == KVPRIM_F32)
-        kvpc_encode_as<n, KVPRIM_F32>(w, x);
+        kvpc_encode<KVPRIM_F32, n>(w, x);
     else {
         nans = kvpc_clear_nans<n>(x);
-        kvpc_encode_as<n, KVPRIM_INT8>(w, x);
+        kvpc_encode<KVPRIM_INT8, n>(w, x);
     }
     return nans;
 }
@@ -4105,15 +4051,11 @@ KVPRIM_DEVICE float kvpc_group_largest(float value, uint32_t lanes)
 /* What a scale does to numbers. */
 KVPRIM_DEVICE kvpc_factor kvpc_factor_of(const kvpc_change &how, float scale)
 {
-    if (how.scaling == kvpc_divided)
-        return kvpc_over(scale, how.src_type == KVPRIM_F32);
-    return kvpc_times(how.scaling == kvpc_inverted ? kvpc_reciprocal(scale) : scale);
-}
-
-KVPRIM_DEVICE float kvpc_load_scale(const kvpc_change &how, uint64_t address)
-{
-    const char *const at = kvpc_global(address);
-    return how.is_e8m0 ? kvpi_of_e8m0(*(const uint8_t *)at) : *(const float *)at;
+    if (how.scaling != kvpc_divided)
+        return kvpc_times(how.scaling == kvpc_inverted ? kvpc_reciprocal(scale) : scale);
+    kvpc_factor f = kvpc_over(scale);
+    f.exactly = how.src_type == KVPRIM_F32 || kvpc_is_unusual(scale);
+    return f;
 }
 
 /* Where element e of a row lies. */
@@ -4131,39 +4073,30 @@ KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_change &how, const kvpc_stretch<
     return s.scales + kvpc_divide(e, how.scale.head) * (uint64_t)how.scale.head_step;
 }
 
-/* The scale of a tile, from its largest magnitude. */
-KVPRIM_DEVICE float kvpc_scale_for(const kvpc_change &how, float largest)
-{
-    const bool power = how.power_of_two != 0;
-    return how.dst_type == KVPRIM_F8E4M3   ? kvpc_tile_scale<KVPRIM_F8E4M3>(largest, how.scale_min, power)
-           : how.dst_type == KVPRIM_F8E5M2 ? kvpc_tile_scale<KVPRIM_F8E5M2>(largest, how.scale_min, power)
-                                           : kvpc_tile_scale<KVPRIM_INT8>(largest, how.scale_min, power);
-}
-
-KVPRIM_DEVICE void kvpc_store_scale(const kvpc_change &how, uint64_t address, float scale)
-{
-    if (how.is_e8m0)
-        *(uint8_t *)kvpc_global(address) = (uint8_t)kvpi_to_e8m0(scale);
-    else
-        *(float *)kvpc_global(address) = scale;
-}
-
-/* Scales, encodes and stores numbers of which each thread has n. Returns how many NaNs were lost. */
+/* Scales, encodes and stores the numbers of elements e to e + n - 1. Returns how many NaNs were lost. */
 template <uint32_t n, class params, class number>
-KVPRIM_DEVICE uint32_t kvpc_store_numbers(const params &p, const kvpc_stretch<number> &s, number e, float *x,
-                                          const kvpc_factor &factor)
+KVPRIM_DEVICE uint32_t kvpc_store_scaled(const params &p, const kvpc_stretch<number> &s, number e, float *x,
+                                         const kvpc_factor &factor)
 {
     const kvpc_change &how = p.how;
     uint32_t w[n] = {};
-    if (how.scaling != kvpc_unscaled && !s.zero) {
-        if (how.src_type == KVPRIM_F32)
-            kvpc_apply<n, true>(x, factor);
-        else
-            kvpc_apply<n, false>(x, factor);
-    }
+    kvpc_apply<n>(x, factor);
     const uint32_t nans = kvpc_encode_any<n>(how.dst_type, w, x);
     kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
     return nans;
+}
+
+/* The scale of the tile that begins at element e, from the largest magnitudes that the threads of a group have found.
+   Stores it, too. */
+template <class number>
+KVPRIM_DEVICE float kvpc_compute_scale(const kvpc_change &how, const kvpc_stretch<number> &s, number e, float largest,
+                                       uint32_t lane, uint32_t lanes)
+{
+    const float scale =
+        kvpc_tile_scale(kvpc_group_largest(largest, lanes), how.largest, how.inverse, how.least, how.power_of_two != 0);
+    if (lane == 0)
+        kvpc_store_scale(kvpc_scale_at(how, s, e), scale, how.is_e8m0 != 0);
+    return scale;
 }
 
 /* 32 bytes of a thread's elements: one group of eight, or 2 or 4 of smaller elements. Group g begins at element
@@ -4257,10 +4190,9 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s,
     float scale = 1.0f;
     number base = s.begin;
     kvpc_load_groups(p, s, (number)(base + 8 * lane), step, busy, w);
-    const bool reads =
-        how.scaling != kvpc_unscaled && !how.computes && (how.quantises || !s.zero) && base + 8 * lane < s.end;
+    const bool reads = how.scaling != kvpc_unscaled && !how.computes && !s.zero && base + 8 * lane < s.end;
     if (reads)
-        scale = kvpc_load_scale(how, how.several ? kvpc_scale_at(how, s, (number)(base + 8 * lane)) : s.scales);
+        scale = kvpc_load_scale(how.several ? kvpc_scale_at(how, s, (number)(base + 8 * lane)) : s.scales, how.is_e8m0);
     kvpc_finish_span(p, &s);
     if (!s.moves)
         return;
@@ -4277,19 +4209,16 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s,
             const bool active = busy && e < s.end;
             float x[8];
             if (reads && how.several && e + step < s.end)
-                scale = kvpc_load_scale(how, kvpc_scale_at(how, s, (number)(e + step)));
+                scale = kvpc_load_scale(kvpc_scale_at(how, s, (number)(e + step)), how.is_e8m0);
             kvpc_decode_any<8>(how.src_type, w, x);
             if (how.computes) {
                 float largest = 0;
                 for (uint32_t i = 0; i < 8; i++)
                     largest = kvpc_max_magnitude(largest, x[i]);
-                scale = kvpc_scale_for(how, kvpc_group_largest(largest, lanes));
-                factor = kvpc_factor_of(how, scale);
-                if (lane == 0)
-                    kvpc_store_scale(how, kvpc_scale_at(how, s, base), scale);
+                factor = kvpc_factor_of(how, kvpc_compute_scale(how, s, base, largest, lane, lanes));
             }
             if (active)
-                nans += kvpc_store_numbers<8>(p, s, e, x, factor);
+                nans += kvpc_store_scaled<8>(p, s, e, x, factor);
             if (reads && how.several)
                 factor = kvpc_factor_of(how, scale);
             for (uint32_t k = 0; k < 6; k++)
@@ -4318,7 +4247,7 @@ KVPRIM_DEVICE void kvpc_convert_any(const params &p, kvpc_stretch<number> &s, ui
         const number end = begin + tile;
         kvpc_factor factor = kvpc_times(1.0f);
         if (how.scaling != kvpc_unscaled && !how.computes && !how.several && !s.zero)
-            factor = kvpc_factor_of(how, kvpc_load_scale(how, s.scales));
+            factor = kvpc_factor_of(how, kvpc_load_scale(s.scales, how.is_e8m0));
         for (uint32_t pass = how.computes ? 0 : 1; pass < 2; pass++) {
             float largest = 0;
             KVPRIM_ROLLED
@@ -4328,20 +4257,17 @@ KVPRIM_DEVICE void kvpc_convert_any(const params &p, kvpc_stretch<number> &s, ui
                 if (!s.zero)
                     kvpc_load_elements<n>(w, kvpc_element_at(p.task.src, s.src, e, how.src_shift), how.src_shift);
                 if (how.several && !s.zero)
-                    factor = kvpc_factor_of(how, kvpc_load_scale(how, kvpc_scale_at(how, s, e)));
+                    factor = kvpc_factor_of(how, kvpc_load_scale(kvpc_scale_at(how, s, e), how.is_e8m0));
                 kvpc_decode_any<n>(how.src_type, w, x);
                 if (pass > 0)
-                    nans += kvpc_store_numbers<n>(p, s, e, x, factor);
+                    nans += kvpc_store_scaled<n>(p, s, e, x, factor);
                 else
                     for (uint32_t i = 0; i < n; i++)
                         largest = kvpc_max_magnitude(largest, x[i]);
             }
             if (pass > 0)
                 break;
-            const float scale = kvpc_scale_for(how, kvpc_group_largest(largest, lanes));
-            factor = kvpc_factor_of(how, scale);
-            if (lane == 0)
-                kvpc_store_scale(how, kvpc_scale_at(how, s, begin), scale);
+            factor = kvpc_factor_of(how, kvpc_compute_scale(how, s, begin, largest, lane, lanes));
         }
     }
     if (nans && how.nans)
@@ -4425,7 +4351,7 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
         c.computes = c.quantises && f->scale == KVPRIM_SCALE_TILE;
         c.tile = c.computes ? (uint64_t)f->tile : 0;
         c.power_of_two = f->scale_power_of_two || c.is_e8m0;
-        c.scale_min = f->scale_min;
+        c.least = f->scale_min, c.largest = kvpi_largest(f->dtype), c.inverse = 1.0f / c.largest;
         c.several = f->scale != KVPRIM_SCALE_TENSOR && !c.computes;
         /* The inverse of a power of two is exact. */
         c.scaling = !c.quantises                                         ? kvpc_multiplied
