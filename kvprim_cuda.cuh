@@ -125,7 +125,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    0.2 us longer than with host arrays (H200).
    host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. They travel in the
    launch's parameters, with 4 bytes for each index (8 if a table has 2^31 rows or more). A launch holds about 8,000 of
-   them (900 if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with indices in the GPU's
+   them (900 if it converts, or if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with indices in the GPU's
    memory. More indices take several launches, one after the other, of about 2 us each (H200). The call takes up to
    38 KB of stack.
    Pinned or not: if the first row of a side, its array of device layers or its index is ordinary host memory that the
@@ -3935,19 +3935,15 @@ typedef struct kvpc_change {
 } kvpc_change;
 
 enum {
-    kvpc_change_bytes = 256,
-    kvpc_few_change = kvpc_few_params - kvpc_change_bytes, /* bytes of kvpc_listed */
-    kvpc_most_change = kvpc_most_params - kvpc_change_bytes,
     kvpc_convert_threads = 1024,
     kvpc_convert_wide_threads = 512, /* with numbers of 64 bits, which take more registers */
     kvpc_convert_rounds = 4          /* of a group of threads, at most. 2 take 1.3 times as long, 8 as long (H200) */
 };
 
-static_assert(sizeof(kvpc_change) <= kvpc_change_bytes, "no room");
-
-template <uint32_t bytes> struct kvpc_conversion : kvpc_listed<bytes> {
+typedef kvpc_listed<kvpc_few_params - sizeof(kvpc_change)> kvpc_converted_rows;
+typedef struct kvpc_conversion : kvpc_converted_rows {
     kvpc_change how;
-};
+} kvpc_conversion;
 
 /* The span of a row that a group of threads converts, as kvpc_find_span knows it before the index of dst has come, and
    then kvpc_finish_span. */
@@ -4074,8 +4070,8 @@ KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_change &how, const kvpc_stretch<
 }
 
 /* Scales, encodes and stores the numbers of elements e to e + n - 1. Returns how many NaNs were lost. */
-template <uint32_t n, class params, class number>
-KVPRIM_DEVICE uint32_t kvpc_store_scaled(const params &p, const kvpc_stretch<number> &s, number e, float *x,
+template <uint32_t n, class number>
+KVPRIM_DEVICE uint32_t kvpc_store_scaled(const kvpc_conversion &p, const kvpc_stretch<number> &s, number e, float *x,
                                          const kvpc_factor &factor)
 {
     const kvpc_change &how = p.how;
@@ -4101,9 +4097,9 @@ KVPRIM_DEVICE float kvpc_compute_scale(const kvpc_change &how, const kvpc_stretc
 
 /* 32 bytes of a thread's elements: one group of eight, or 2 or 4 of smaller elements. Group g begins at element
    e + g * step. Those that are not there are zeros. */
-template <class params, class number>
-KVPRIM_DEVICE void kvpc_load_groups(const params &p, const kvpc_stretch<number> &s, number e, number step, bool busy,
-                                    uint32_t *w)
+template <class number>
+KVPRIM_DEVICE void kvpc_load_groups(const kvpc_conversion &p, const kvpc_stretch<number> &s, number e, number step,
+                                    bool busy, uint32_t *w)
 {
     const uint32_t shift = p.how.src_shift;
     const kvpc_layout &side = p.task.src;
@@ -4124,7 +4120,7 @@ KVPRIM_DEVICE void kvpc_load_groups(const params &p, const kvpc_stretch<number> 
 }
 
 /* Span `work` of all, with the index rule. All loads come first, and no wait between them. */
-template <class params, class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work)
+template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const kvpc_conversion &p, number work)
 {
     const kvpc_task &t = p.task;
     const kvpc_change &how = p.how;
@@ -4138,9 +4134,9 @@ template <class params, class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_fi
     if (p.src.array)
         src_base = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)layer);
     kvpc_load_indices(t, i, &to, &from);
-    if (!params::bare && p.dst.list)
+    if (p.dst.list)
         to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
-    if (!params::bare && p.src.list)
+    if (p.src.list)
         from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
     if (!p.dst.array)
         dst_base = kvpc_layer_in(p, p.dst, (uint32_t)layer);
@@ -4164,7 +4160,7 @@ template <class params, class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_fi
     return s;
 }
 
-template <class params, class number> KVPRIM_DEVICE void kvpc_finish_span(const params &p, kvpc_stretch<number> *s)
+template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversion &p, kvpc_stretch<number> *s)
 {
     const kvpc_task &t = p.task;
     const uint64_t row = (uint64_t)s->to - (uint64_t)t.dst_rows.base;
@@ -4179,8 +4175,8 @@ template <class params, class number> KVPRIM_DEVICE void kvpc_finish_span(const 
 /* Spans of aligned groups of eight elements. src is read before it is known whether dst has the row. If scales are
    computed, a round takes a tile, which has no more elements than a group of threads takes at once. While 32 bytes are
    converted, the next are on their way. */
-template <class params, class number>
-KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
+template <class number>
+KVPRIM_DEVICE void kvpc_convert_groups(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
     const kvpc_change &how = p.how;
     const number step = (number)how.step;
@@ -4233,8 +4229,8 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s,
 
 /* Spans of any alignment, n elements of a thread at a time. Tiles whose scales are computed may have any size, and take
    two passes: one finds the largest magnitude, the other converts. */
-template <uint32_t n, class params, class number>
-KVPRIM_DEVICE void kvpc_convert_any(const params &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
+template <uint32_t n, class number>
+KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
     const kvpc_change &how = p.how;
     const number tile = how.computes ? (number)how.tile : s.end - s.begin, step = n * lanes;
@@ -4274,9 +4270,9 @@ KVPRIM_DEVICE void kvpc_convert_any(const params &p, kvpc_stretch<number> &s, ui
         atomicAdd(how.nans, nans);
 }
 
-template <class params, class number, uint32_t threads>
+template <class number, uint32_t threads>
 static __global__ void __launch_bounds__(threads, 1)
-    kvpc_convert_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
+    kvpc_convert_kernel(const KVPRIM_GRID_CONSTANT kvpc_conversion KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
     const number in_block = blockDim.x >> p.lanes_shift;
@@ -4285,7 +4281,7 @@ static __global__ void __launch_bounds__(threads, 1)
     for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total;
          work += gridDim.x * in_block) {
         kvpc_stretch<number> s = kvpc_find_span(p, work);
-        if (s.wide && p.how.step)
+        if (sizeof(number) == 4 && s.wide && p.how.step) /* wide numbers are rare */
             kvpc_convert_groups(p, s, lane, lanes);
         else if (s.wide)
             kvpc_convert_any<8>(p, s, lane, lanes);
@@ -4374,7 +4370,7 @@ static uint64_t kvpc_spans_of(uint64_t rounds, uint64_t most)
 /* Cuts rows into spans, of tiles if their scales are computed. A group of threads takes up to kvpc_convert_rounds
    rounds, one after the other, if there is enough work for all multiprocessors, and is chosen so that few of its
    threads idle. */
-template <uint32_t bytes> static void kvpc_cut_conversion(const kvpc_call *call, kvpc_conversion<bytes> *p)
+static void kvpc_cut_conversion(const kvpc_call *call, kvpc_conversion *p)
 {
     kvpc_change *const c = &p->how;
     const uint64_t each = c->wide ? 8 : 1, all = (c->computes ? c->tile : c->elements) / each;
@@ -4406,9 +4402,8 @@ template <uint32_t bytes> static void kvpc_cut_conversion(const kvpc_call *call,
 }
 
 /* Fills in all parameters of a launch. */
-template <uint32_t bytes>
 static void kvpc_fill_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
-                                 kvpc_conversion<bytes> *p)
+                                 kvpc_conversion *p)
 {
     kvpc_task *const t = &p->task;
     uint64_t bits = 0;
@@ -4429,46 +4424,41 @@ static void kvpc_fill_conversion(const kvpc_call *call, const kvprim_move *m, co
     kvpc_cut_conversion(call, p);
 }
 
-template <uint32_t bytes, class number, uint32_t threads = kvpc_convert_threads>
-static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
-{
-    kvpc_conversion<bytes> p;
-    kvpc_fill_conversion(call, m, slice, &p);
-    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
-    return kvpc_start_groups(&start, kvpc_convert_kernel<kvpc_conversion<bytes>, number, threads>, threads,
-                             1u << p.lanes_shift, &p);
-}
-
-/* Whether all numbers of a launch of so many rows fit 31 bits. Each span has an element or more. */
-static bool kvpc_converts_narrow(const kvprim_move *m, int64_t rows)
+/* Whether all numbers of a launch fit 31 bits. Each span has an element or more. */
+static bool kvpc_converts_narrow(const kvprim_move *m, const kvpc_slice *s)
 {
     const uint64_t most = (uint64_t)1 << 31, elements = (uint64_t)m->row_bytes;
-    return kvpc_row_words(m) == 1 && elements < most / 8 && (uint64_t)rows < most &&
-           (elements / 4 + 1) * (uint64_t)rows < most / (uint64_t)m->layers;
+    return kvpc_row_words(m) == 1 && elements < most / 8 && (uint64_t)s->rows < most &&
+           (elements / 4 + 1) * (uint64_t)s->rows < most / (uint64_t)s->layers;
 }
 
-/* As kvpc_run_listed does. */
+static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
+{
+    enum { many = kvpc_convert_threads, few = kvpc_convert_wide_threads };
+    kvpc_conversion p;
+    kvpc_fill_conversion(call, m, slice, &p);
+    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
+    const uint32_t lanes = 1u << p.lanes_shift;
+    return kvpc_converts_narrow(m, slice)
+               ? kvpc_start_groups(&start, kvpc_convert_kernel<uint32_t, many>, many, lanes, &p)
+               : kvpc_start_groups(&start, kvpc_convert_kernel<uint64_t, few>, few, lanes, &p);
+}
+
+/* As kvpc_run_listed does, with parameters of one size: rows of a host's index that convert are few, or of many layers,
+   and then launches take long anyway. */
 static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
 {
-    enum { few = kvpc_few_change, most = kvpc_most_change };
-    const int64_t few_room = kvpc_listed<few>::room - kvpc_first_word;
+    const int64_t room = kvpc_converted_rows::room - kvpc_first_word;
     const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
     const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
-    const int64_t most_in = kvpc_listed<most>::room / (of_row ? of_row : 1);
-    const bool narrow = kvpc_converts_narrow(m, of_row && m->count > most_in ? most_in : m->count);
-    const int64_t room = narrow && of_row ? kvpc_listed<most>::room - kvpc_first_word : few_room;
     const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
     kvpc_slice s = {0, 0, 0, 0};
     for (; s.layer < m->layers; s.layer += s.layers) {
         s.layers = m->layers - s.layer < most_layers ? m->layers - s.layer : (int32_t)most_layers;
-        const int64_t in_layers = of_layer * s.layers, most_rows = of_row ? (room - in_layers) / of_row : m->count;
+        const int64_t most_rows = of_row ? (room - of_layer * s.layers) / of_row : m->count;
         for (s.row = 0; s.row < m->count; s.row += s.rows) {
             s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
-            const int64_t words = in_layers + of_row * s.rows;
-            KVPRIM_TRY(!narrow      ? (kvpc_start_conversion<few, uint64_t, kvpc_convert_wide_threads>(call, m, &s))
-                       : words == 0 ? (kvpc_start_conversion<kvpc_bare_params, uint32_t>(call, m, &s))
-                       : words <= few_room ? (kvpc_start_conversion<few, uint32_t>(call, m, &s))
-                                           : (kvpc_start_conversion<most, uint32_t>(call, m, &s)));
+            KVPRIM_TRY(kvpc_start_conversion(call, m, &s));
         }
     }
     return KVPRIM_OK;

@@ -101,16 +101,16 @@ static inline bool kvprim_emulate_meets(const kvpc_convert_tiles &)
 {
     return true;
 }
-template <uint32_t bytes> struct kvpc_conversion;
-template <uint32_t bytes> static bool kvprim_emulate_meets(const kvpc_conversion<bytes> &p)
+struct kvpc_conversion;
+static inline bool kvprim_emulate_meets(const kvpc_conversion &)
 {
-    return p.how.computes != 0;
+    return true; /* if it computes scales */
 }
 template <class Params> static bool kvprim_emulate_groups(const Params &)
 {
     return false;
 }
-template <uint32_t bytes> static bool kvprim_emulate_groups(const kvpc_conversion<bytes> &)
+static inline bool kvprim_emulate_groups(const kvpc_conversion &)
 {
     return true;
 }

@@ -77,7 +77,7 @@ static void kvprim_emulate_note(const kvpc_convert_tiles &)
     letters += 'T';
 }
 
-template <uint32_t bytes> static void kvprim_emulate_note(const kvpc_conversion<bytes> &)
+static void kvprim_emulate_note(const kvpc_conversion &)
 {
     letters += 'G';
 }
@@ -700,14 +700,12 @@ static void limit_layers(limit_call &c, int64_t count)
 
 /* What a launch holds beside its other parameters. */
 static const int64_t few_words = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
-static const int64_t few_converted = kvpc_listed<kvpc_few_change>::room - kvpc_first_word;
-static const int64_t most_converted = kvpc_listed<kvpc_most_change>::room - kvpc_first_word;
+static const int64_t few_converted = kvpc_converted_rows::room - kvpc_first_word;
 
 static const auto narrow_rows = kernel_of(kvpc_move_kernel<8, 2, 1>);
 static const auto any_rows = kernel_of(kvpc_move_bytes_kernel<32, uint64_t, 1>);
 static const auto many_rows = kernel_of(kvpc_listed_many_kernel<kvpc_listed<kvpc_few_params>>);
-typedef kvpc_conversion<kvpc_few_change> wide_params;
-static const auto wide_numbers = kernel_of(kvpc_convert_kernel<wide_params, uint64_t, kvpc_convert_wide_threads>);
+static const auto wide_numbers = kernel_of(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads>);
 
 static const limit_case limit_cases[] = {
     {"2^31 rows", "B", narrow_rows, [](limit_call &c) { c.d.src.rows = two_31; }},
@@ -760,17 +758,17 @@ static const limit_case limit_cases[] = {
      [](limit_call &c) {
          limit_tiles(c), c.store = false, c.d.layers = 16, c.d.count = c.d.src.rows = two_31 / 16 / 65 - 1;
      }},
-    {"converted lists", "G", nullptr, [](limit_call &c) { limit_lists(c, most_converted / 2, 9000, 1); }},
+    {"converted lists", "G", nullptr, [](limit_call &c) { limit_lists(c, few_converted / 2, 9000, 1); }},
     {"converted lists of two launches", "GG", nullptr,
-     [](limit_call &c) { limit_lists(c, most_converted / 2 + 1, 9000, 1); }},
+     [](limit_call &c) { limit_lists(c, few_converted / 2 + 1, 9000, 1); }},
     {"converted lists of many rows", "G", wide_numbers,
      [](limit_call &c) { limit_lists(c, few_converted / 4, two_31, 1); }},
     {"converted lists of many rows, of two launches", "GG", wide_numbers,
      [](limit_call &c) { limit_lists(c, few_converted / 4 + 1, two_31, 1); }},
     {"converted lists beside layers", "G", nullptr,
-     [](limit_call &c) { limit_lists(c, (most_converted - 400) / 2, 9000, 100); }},
+     [](limit_call &c) { limit_lists(c, (few_converted - 400) / 2, 9000, 100); }},
     {"converted lists beside layers, of two launches", "GG", nullptr,
-     [](limit_call &c) { limit_lists(c, (most_converted - 400) / 2 + 1, 9000, 100); }},
+     [](limit_call &c) { limit_lists(c, (few_converted - 400) / 2 + 1, 9000, 100); }},
     {"converted lists of many rows beside layers, of two launches", "GG", wide_numbers,
      [](limit_call &c) { limit_lists(c, 2, two_31, int32_t(few_converted / 8 + 1)); }},
     {"converted layers", "G", nullptr,
@@ -1708,11 +1706,9 @@ static void test_long_converts()
 /* The tests before this one launch every kernel of moves that convert but are no plain rows. */
 static void test_convert_kernels()
 {
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_bare_params>, uint32_t, kvpc_convert_threads>));
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint32_t, kvpc_convert_threads>));
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_most_change>, uint32_t, kvpc_convert_threads>));
+    CHECK(ran(kvpc_convert_kernel<uint32_t, kvpc_convert_threads>));
 #if !defined(_WIN32)
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint64_t, kvpc_convert_wide_threads>));
+    CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads>));
 #endif
 }
 
