@@ -102,10 +102,11 @@ extern "C" {
    The fastest kernels take one launch for a gather, or for a store of K and V together: fp16 or bf16 into a quantised
    type or out of it, of one layer, without max_sms, if rows, pieces of rows and tiles are made of groups of 8 elements
    that are aligned to their size. Where scales are computed, source rows have at most 4,096 bytes, and no tile reaches
-   into a second piece. V may have K's types and kind of scale, or, beside K with computed scales, consist of bytes in
-   words of 16. Other conversions take one launch each and, if groups of 8 elements are aligned, 1.1 to 2 times as long;
-   element by element 5 to 15 times. If a side of a transfer is pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No
-   conversion uses the copy engine. */
+   into a second piece; INT8's tiles are 16 to 512 elements, a power of two. V may have K's types and kind of scale, or,
+   beside K with computed scales, consist of bytes in words of 16. Other conversions take one launch each and, if groups
+   of 8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15 times. If a side of a transfer is
+   pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No conversion uses the copy
+   engine. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -1694,27 +1695,27 @@ template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_most_of(uint32_t most)
 /* >>impl_convert_rows ------------------------------------------------------------------------------------------------
 
    Stores and gathers that convert plain rows (see kvpc_is_plain), where the indexed side is quantised and the other one
-   fp16 or bf16. A unit is 8 elements: a word of 16 bytes there, 8 bytes on the quantised side. */
+   fp16 or bf16. An octet is 8 elements: a word of 16 bytes there, 8 bytes on the quantised side. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* K, V, or a half of the units of K's rows. */
+/* K, V, or a half of the octets of K's rows. */
 typedef struct kvpc_route {
     uint64_t src, dst;
-    uint64_t scales; /* of the first unit's tile; 0: there are none, all are 1 */
+    uint64_t scales; /* of the first octet's tile; 0: there are none, all are 1 */
     uint32_t src_stride, dst_stride;
     uint32_t page, head;            /* see kvpc_steps */
     uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
     uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
-    uint32_t unit;                  /* the number of the first unit in the row */
-    uint32_t units;
-    uint32_t span; /* bytes of a row whose edges are fetched first, or 0 */
+    uint32_t octet;                 /* the number of the first octet in the row */
+    uint32_t octets;
+    uint32_t edges; /* bytes of a row whose edges are fetched first, or 0 */
 } kvpc_route;
 
 typedef struct kvpc_convert {
-    kvpc_plain plain; /* heads are counted in units; row_bytes, pair and step are not used */
+    kvpc_plain plain; /* heads are counted in octets; row_bytes, pair and step are not used */
     kvpc_route route[2];
-    uint32_t units;                  /* of the longest route */
-    uint32_t tile_magic, tile_shift; /* of kvpc_divisor: units of a tile; 0: it is the row */
+    uint32_t octets;                 /* of the longest route */
+    uint32_t tile_magic, tile_shift; /* of kvpc_divisor: octets of a tile; 0: it is the row */
     uint32_t divides;                /* 0: elements are multiplied by their scale, or by its reciprocal */
     uint32_t e5m2, e8m0;             /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
     uint32_t *nans;
@@ -1723,10 +1724,10 @@ typedef struct kvpc_convert {
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, tile_lanes for each tile, and, where
    V's words are only copied, as many more as these. Other blocks move V if it has tiles, too. */
 typedef struct kvpc_convert_tiles : kvpc_convert {
-    uint32_t k_threads, v_magic, v_words;         /* v_magic: as row_magic */
-    uint32_t tile_units, tile_lanes, lanes_shift; /* tile_lanes is 1 << lanes_shift, up to 32 */
+    uint32_t k_threads, v_magic, v_words;          /* v_magic: as row_magic */
+    uint32_t tile_octets, tile_lanes, lanes_shift; /* tile_lanes is 1 << lanes_shift, up to 32 */
     uint32_t power_of_two;
-    uint32_t span, scale_span;     /* bytes of a row and of its scales whose edges are fetched first, or 0 */
+    uint32_t edges, scale_edges;   /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     float least, largest, inverse; /* `largest`: of the type; `inverse`: its reciprocal */
 } kvpc_convert_tiles;
 
@@ -1746,16 +1747,16 @@ KVPRIM_DEVICE uint32_t kvpc_page_of(const kvpc_plain &p, uint32_t row)
     return __umulhi(2 * row, p.page_magic) >> p.page_shift;
 }
 
-/* Bytes from a row's start to the head that a unit lies in, beyond what its number says. */
-KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, uint64_t at, uint32_t unit)
+/* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
+KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, uint64_t at, uint32_t octet)
 {
-    return kvpc_row_at(at, __umulhi(2 * (unit + s.unit), p.head_magic) >> p.head_shift, s.head);
+    return kvpc_row_at(at, __umulhi(2 * (octet + s.octet), p.head_magic) >> p.head_shift, s.head);
 }
 
-/* The address of the scale of a unit's tile, in a row whose scales begin at `row`. */
-KVPRIM_DEVICE uint64_t kvpc_tile_at(const kvpc_convert &p, const kvpc_route &s, uint64_t row, uint32_t unit)
+/* The address of the scale of an octet's tile, in a row whose scales begin at `row`. */
+KVPRIM_DEVICE uint64_t kvpc_tile_at(const kvpc_convert &p, const kvpc_route &s, uint64_t row, uint32_t octet)
 {
-    return kvpc_row_at(row, __umulhi(2 * (unit + s.unit), p.tile_magic) >> p.tile_shift, s.tile);
+    return kvpc_row_at(row, __umulhi(2 * (octet + s.octet), p.tile_magic) >> p.tile_shift, s.tile);
 }
 
 KVPRIM_DEVICE float kvpc_load_scale(uint64_t address, bool e8m0)
@@ -1771,23 +1772,23 @@ KVPRIM_DEVICE void kvpc_store_scale(uint64_t address, float scale, bool e8m0)
         *(float *)kvpc_global(address) = scale;
 }
 
-/* Scales, rounds and stores units, each with a scale of its own or all with one: all steps of one unit beside those
+/* Scales, rounds and stores octets, each with a scale of its own or all with one: all steps of one octet beside those
    of the others. If !p.divides, they are multiplied by their own scale, or by the reciprocal of the one. */
-template <kvprim_dtype from, bool int8, uint32_t units, bool own_scale>
-KVPRIM_DEVICE void kvpc_store_units(const kvpc_convert &p, const uint64_t *dst, const uint4 *v, const float *scale,
-                                    uint32_t power_of_two, const bool *stores)
+template <kvprim_dtype from, bool int8, uint32_t octets, bool own_scale>
+KVPRIM_DEVICE void kvpc_store_octets(const kvpc_convert &p, const uint64_t *dst, const uint4 *v, const float *scale,
+                                     uint32_t power_of_two, const bool *stores)
 {
     uint32_t unusual = p.divides == 0;
-    float e[units][8];
-    uint32_t out[units][2];
-    for (uint32_t m = 0; m < units; m++) {
+    float e[octets][8];
+    uint32_t out[octets][2];
+    for (uint32_t m = 0; m < octets; m++) {
         const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
         kvpc_decode<from, 8>(e[m], in);
     }
-    for (uint32_t m = 0; m < (own_scale ? units : 1); m++)
+    for (uint32_t m = 0; m < (own_scale ? octets : 1); m++)
         unusual |= kvpc_is_unusual(scale[m]);
     if (KVPRIM_UNLIKELY(unusual != 0))
-        for (uint32_t m = 0; m < units; m++)
+        for (uint32_t m = 0; m < octets; m++)
             if (!p.divides) {
                 const float one = scale[own_scale ? m : 0];
                 const float times = own_scale      ? one
@@ -1798,31 +1799,31 @@ KVPRIM_DEVICE void kvpc_store_units(const kvpc_convert &p, const uint64_t *dst, 
             } else
                 kvpc_divide_by_any<8>(e[m], scale[own_scale ? m : 0]);
     else
-        for (uint32_t m = 0; m < units; m++)
+        for (uint32_t m = 0; m < octets; m++)
             kvpc_apply_reciprocal<8>(e[m], kvpc_over(scale[own_scale ? m : 0]));
     if (int8 && p.nans) {
         uint32_t nans = 0;
-        for (uint32_t m = 0; m < units; m++)
+        for (uint32_t m = 0; m < octets; m++)
             if (stores[m])
                 nans += kvpc_clear_nans<8>(e[m]);
         if (nans)
             atomicAdd(p.nans, nans);
     }
     if (int8)
-        for (uint32_t m = 0; m < units; m++)
+        for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_INT8, 8>(out[m], e[m]);
     else if (KVPRIM_UNLIKELY(p.e5m2 != 0))
-        for (uint32_t m = 0; m < units; m++)
+        for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_F8E5M2, 8>(out[m], e[m]);
     else
-        for (uint32_t m = 0; m < units; m++)
+        for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], e[m]);
-    for (uint32_t m = 0; m < units; m++)
+    for (uint32_t m = 0; m < octets; m++)
         if (stores[m])
             kvpc_store8(dst[m], uint2{out[m][0], out[m][1]});
 }
 
-/* Stores rows whose scales are given, or none. Each thread moves a unit of each of `routes` routes. */
+/* Stores rows whose scales are given, or none. Each thread moves an octet of each of `routes` routes. */
 template <kvprim_dtype from, bool int8, uint32_t routes>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
@@ -1830,7 +1831,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint32_t i, at;
     if (p.plain.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    if (!kvpc_find_thread(p.plain, true, 1, &i, &at) || at >= 16 * p.units)
+    if (!kvpc_find_thread(p.plain, true, 1, &i, &at) || at >= 16 * p.octets)
         return;
     const uint64_t index_at = kvpc_row_at(p.plain.index, i, p.plain.index_step);
     uint64_t src[routes], scale_at[routes];
@@ -1849,7 +1850,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     float scale[routes];
     bool stores[routes];
     for (uint32_t m = 0; m < routes; m++) {
-        stores[m] = routes == 1 || at < 16 * p.route[m].units;
+        stores[m] = routes == 1 || at < 16 * p.route[m].octets;
         v[m] = uint4{0, 0, 0, 0};
         if (stores[m])
             v[m] = kvpc_load16(src[m]);
@@ -1864,17 +1865,17 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     for (uint32_t m = 0; m < routes; m++) {
         const kvpc_route &s = p.route[m];
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
-        if (s.span && x.inside && at == 0)
-            kvpc_fetch_edges(row, s.span);
+        if (s.edges && x.inside && at == 0)
+            kvpc_fetch_edges(row, s.edges);
         dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * 8, at / 16);
         stores[m] = stores[m] && x.inside;
     }
-    kvpc_store_units<from, int8, routes, true>(p, dst, v, scale, 0, stores);
+    kvpc_store_octets<from, int8, routes, true>(p, dst, v, scale, 0, stores);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p.plain, x);
 }
 
-/* Gathers rows. Each thread moves a unit, and with `loads` 2 another one row_threads further, if there is one. */
+/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one. */
 template <kvprim_dtype to, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
@@ -1895,21 +1896,21 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         scale[k] = 1;
     if (s.scales && !s.scale_row)
         for (uint32_t k = 0; k < loads; k++)
-            if (first + k * step < p.units)
+            if (first + k * step < p.octets)
                 scale[k] = kvpc_load_f32(kvpc_tile_at(p, s, s.scales, first + k * step));
     const uint32_t page = kvpc_page_of(p.plain, x.row);
     const uint64_t src = kvpc_row_at(kvpc_row_at(s.src, x.row, s.src_stride), page, s.page);
     for (uint32_t k = 0; k < loads; k++) {
-        const uint32_t unit = first + k * step;
-        const uint64_t from = kvpc_head_at(p.plain, s, src + 8 * unit, unit);
+        const uint32_t octet = first + k * step;
+        const uint64_t from = kvpc_head_at(p.plain, s, src + 8 * octet, octet);
         v[k] = uint2{0, 0};
-        if (x.inside && unit < p.units)
+        if (x.inside && octet < p.octets)
             v[k] = kvpc_load8(from);
     }
     if (s.scale_row && x.inside) {
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
         for (uint32_t k = 0; k < loads; k++)
-            if (first + k * step < p.units)
+            if (first + k * step < p.octets)
                 scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), p.e8m0 != 0);
     }
     if (p.plain.pdl != kvpc_alone && loads == 1)
@@ -1928,7 +1929,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         for (uint32_t j = 0; j < 8; j++)
             e[j] = kvpc_mul(e[j], x.inside ? scale[k] : 1);
         kvpc_encode<to, 8>(out, e);
-        if (first + k * step < p.units)
+        if (first + k * step < p.octets)
             kvpc_store16(dst + 16 * k * step, uint4{out[0], out[1], out[2], out[3]});
     }
     if (p.plain.pdl != kvpc_alone && loads > 1)
@@ -1937,7 +1938,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_count_rejected(p.plain, x);
 }
 
-/* Stores rows, and the scales that it computes. Thread g of a tile takes its units g, g + tile_lanes, ... Threads of V
+/* Stores rows, and the scales that it computes. Thread g of a tile takes its octets g, g + tile_lanes, ... Threads of V
    that copy take a word each. No thread leaves before the shuffles, where all of a warp meet. */
 template <kvprim_dtype from, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
@@ -1945,13 +1946,13 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 {
     if (p.plain.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    const bool copies = threadIdx.x >= p.k_threads, exact = loads < 8; /* a tile is tile_lanes * loads units */
+    const bool copies = threadIdx.x >= p.k_threads, exact = loads < 8; /* a tile is tile_lanes * loads octets */
     const uint32_t thread = copies ? threadIdx.x - p.k_threads : threadIdx.x;
     const uint32_t in_group = thread * (copies ? p.v_magic : p.plain.row_magic) >> 16;
     const uint32_t lane = thread - in_group * (copies ? p.v_words : p.plain.row_threads);
     const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.plain.block_rows + in_group;
     const uint32_t tile = lane >> p.lanes_shift, in_tile = lane & (p.tile_lanes - 1);
-    const uint32_t first = copies ? lane : tile * p.tile_units + in_tile;
+    const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile;
     const bool any = i < p.plain.count && in_group < p.plain.block_rows;
     const kvpc_route &s = p.route[copies || blockIdx.x];
     const uint64_t index_at = kvpc_row_at(p.plain.index, any ? i : 0, p.plain.index_step);
@@ -1966,7 +1967,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint4 v[loads];
     bool has[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        has[k] = any && (copies ? k == 0 : exact || in_tile + k * p.tile_lanes < p.tile_units);
+        has[k] = any && (copies ? k == 0 : exact || in_tile + k * p.tile_lanes < p.tile_octets);
         v[k] = uint4{0, 0, 0, 0};
         if (has[k])
             v[k] = kvpc_load16(src + 16 * k * p.tile_lanes);
@@ -1987,11 +1988,11 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
             kvpc_store16(dst, v[0]);
         return;
     }
-    if (KVPRIM_UNLIKELY((p.span || p.scale_span) && x.inside && lane == 0)) {
-        if (p.span)
-            kvpc_fetch_edges(row, p.span);
-        if (p.scale_span)
-            kvpc_fetch_edges(scales, p.scale_span);
+    if (KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && lane == 0)) {
+        if (p.edges)
+            kvpc_fetch_edges(row, p.edges);
+        if (p.scale_edges)
+            kvpc_fetch_edges(scales, p.scale_edges);
     }
     const float scale = kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, p.power_of_two != 0);
     uint64_t to[loads];
@@ -1999,7 +2000,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         to[k] = dst + 8 * k * p.tile_lanes;
         has[k] = has[k] && x.inside;
     }
-    kvpc_store_units<from, int8, loads, false>(p, to, v, &scale, p.power_of_two, has);
+    kvpc_store_octets<from, int8, loads, false>(p, to, v, &scale, p.power_of_two, has);
     if (x.inside && in_tile == 0)
         kvpc_store_scale(scale_at, scale, p.e8m0 != 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
@@ -3062,28 +3063,40 @@ static int64_t kvpc_scale_page_step(const kvprim_table *t, const kvprim_format *
     return f->scale_page_stride >= rows && f->scale_page_stride - rows <= UINT32_MAX ? f->scale_page_stride - rows : -1;
 }
 
+/* Octets of a tile that a thread takes to compute its scale: two if they are a power of two (with few bytes one),
+   otherwise up to eight. 0: no kernel does. INT8 has only the one for two, as engines' tiles are. */
+static uint32_t kvpc_octets_each(const kvprim_format *f, bool few)
+{
+    const int64_t octets = f->tile / 8;
+    const bool int8 = f->dtype == KVPRIM_INT8;
+    if (octets >= 2 && octets <= 64 && (octets & (octets - 1)) == 0)
+        return few && octets <= 32 && !int8 ? 1 : 2;
+    return octets <= 32 * 8 && !int8 ? 8 : 0;
+}
+
 /* Whether the kernels of plain rows can convert a move: a store to quantised rows, or a gather from them. */
 static bool kvpc_is_plain_conversion(const kvprim_move *m)
 {
-    const int64_t most_units = 32 * 8; /* of a tile that a warp computes the scale of */
     uint64_t bits = 0;
     if (m->count == 0 || !m->dst.format.dtype || !kvpc_is_plain(m, &bits))
         return false;
     const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
-    const kvprim_format &f = quantised->format, &g = other->format;
-    if (!kvpi_is_quantised(f.dtype) || (g.dtype != KVPRIM_BF16 && g.dtype != KVPRIM_F16) ||
+    const kvprim_format &f = quantised->format;
+    const bool tiles = f.scale == KVPRIM_SCALE_TILE;
+    if (!kvpi_is_quantised(f.dtype) || (other->format.dtype != KVPRIM_BF16 && other->format.dtype != KVPRIM_F16) ||
         !kvpc_is_made_of(other, 16) || !kvpc_is_made_of(quantised, 8))
-        return false;
-    const bool tiles = f.scale == KVPRIM_SCALE_TILE, heads = f.scale == KVPRIM_SCALE_HEAD;
-    if (tiles && !m->zero && (quantised->piece_bytes % f.tile != 0 || m->row_bytes > 16 * kvpc_most_threads))
-        return false;                        /* a tile lies in one head, and a row's threads fit a block */
-    if (tiles && f.scale_min > 8.507059e37f) /* 2^126, whose reciprocal is no normal number */
         return false;
     if (!tiles && f.scale_dtype == KVPRIM_F8E8M0) /* scales that rows share are read as fp32 */
         return false;
-    return (!(tiles || heads) || (f.tile % 8 == 0 && f.scale_tile_stride <= UINT32_MAX)) &&
-           (!tiles || (f.scale_stride <= UINT32_MAX && kvpc_scale_page_step(&quantised->table, &f) >= 0 &&
-                       (m->zero || f.tile <= 8 * most_units)));
+    if ((tiles || f.scale == KVPRIM_SCALE_HEAD) && (f.tile % 8 != 0 || f.scale_tile_stride > UINT32_MAX))
+        return false;
+    if (tiles && (f.scale_stride > UINT32_MAX || kvpc_scale_page_step(&quantised->table, &f) < 0))
+        return false;
+    return !tiles || m->zero ||
+           (quantised->piece_bytes % f.tile == 0 &&   /* a tile lies in one head, */
+            m->row_bytes <= 16 * kvpc_most_threads && /* a row's threads fit a block, */
+            f.scale_min <= 8.507059e37f &&            /* 2^126: a scale's reciprocal is a normal number, */
+            kvpc_octets_each(&f, false) > 0);
 }
 
 /* Whether one launch takes both moves: the same slots, conversion and kind of scales; or V is copied beside tiles. */
@@ -3120,7 +3133,7 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
     s.dst_stride = (uint32_t)m->dst.table.stride;
     s.page = (uint32_t)kvpc_page_step(t);
     s.head = (uint32_t)kvpc_head_step(indexed);
-    s.units = (uint32_t)(other->piece_bytes * other->table.heads / 16);
+    s.octets = (uint32_t)(other->piece_bytes * other->table.heads / 16);
     if (t->page_rows > 0) {
         const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
         p->page_magic = page.magic;
@@ -3185,34 +3198,65 @@ static uint32_t kvpc_whole_warps(uint32_t threads)
     return (threads + 31) / 32 * 32;
 }
 
-/* Stores that compute scales. tables: 2 if V has tiles, too. Rows that do not fill whole sectors of memory are fetched
-   first, from kvpc_few_bytes on. */
-static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *moves, size_t n, kvpc_convert_tiles *p)
+/* Bytes from a row's first scale to the end of its last. */
+static uint32_t kvpc_scale_bytes(const kvprim_side *side)
 {
-    const kvprim_side *const dst = &moves->dst;
+    const kvprim_format &f = side->format;
+    const int64_t tiles = side->piece_bytes * side->table.heads / f.tile;
+    return (uint32_t)((tiles - 1) * f.scale_tile_stride + kvpi_dtype_bytes(f.scale_dtype));
+}
+
+/* Bytes of a row, and of its scales if they follow. */
+static uint32_t kvpc_row_bytes(const kvprim_side *side)
+{
+    const kvprim_format &f = side->format;
+    const int64_t row = side->piece_bytes * side->table.heads;
+    return (uint32_t)row + (!f.scales && f.scale_offset == row ? kvpc_scale_bytes(side) : 0);
+}
+
+/* Of many rows with tiles that do not fill whole granules, the edges are fetched first, and so are those of scales. */
+static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, const kvprim_move *v)
+{
     const kvprim_format &f = dst->format;
-    const kvprim_dtype from = moves->src.format.dtype;
-    const bool int8 = f.dtype == KVPRIM_INT8, copies = n == 2 && !moves[1].dst.format.dtype;
-    const uint32_t tables = n == 2 && !copies ? 2 : 1;
-    p->tile_units = (uint32_t)(f.tile / 8);
+    const uint32_t scales = kvpc_scale_bytes(dst), row = kvpc_row_bytes(dst);
+    const bool inside = !f.scales && f.scale_offset == dst->piece_bytes * dst->table.heads;
+    const bool whole = (dst->table.stride | f.scale_offset) % kvpc_granule_bytes == 0, tiles = v && v->dst.format.dtype;
+    const kvpc_route &a = p->route[0], &b = p->route[1];
+    const bool follows = v && !tiles && b.dst == a.dst + row && b.dst_stride == a.dst_stride && b.page == a.page;
+    if (tiles && (kvpc_scale_bytes(&v->dst) != scales || kvpc_row_bytes(&v->dst) != row))
+        return;
+    if (dst->table.heads == 1 && (!whole || inside))
+        p->edges = row + (follows ? (uint32_t)v->row_bytes : 0);
+    if (!inside)
+        p->scale_edges = scales;
+}
+
+/* Stores that compute scales; v may be NULL. tables: 2 if V has tiles, too. */
+static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k, const kvprim_move *v,
+                                    kvpc_convert_tiles *p)
+{
+    const kvprim_format &f = k->dst.format;
+    const kvprim_dtype from = k->src.format.dtype;
+    const bool int8 = f.dtype == KVPRIM_INT8, copies = v && !v->dst.format.dtype;
+    const uint32_t tables = v && !copies ? 2 : 1;
+    p->octets = p->route[0].octets; /* those of a V that is copied have no tiles */
+    p->tile_octets = (uint32_t)(f.tile / 8);
     p->power_of_two = f.scale_power_of_two || p->e8m0;
     if (p->power_of_two)
         p->divides = 0; /* multiplying by the power's reciprocal is the same */
     p->least = f.scale_min;
     p->largest = kvpi_largest(f.dtype);
     p->inverse = 1.0f / p->largest;
-    const uint64_t v_words = copies ? (uint64_t)moves[1].row_bytes / 16 : 0;
-    const uint64_t bytes = (uint64_t)p->plain.count * (p->units * tables + v_words) * 16;
-    const bool power = (p->tile_units & (p->tile_units - 1)) == 0, one = !int8;
-    const uint32_t loads = !power || p->tile_units > 64 || p->tile_units < 2       ? 8
-                           : bytes <= kvpc_few_bytes && p->tile_units <= 32 && one ? 1
-                                                                                   : 2;
-    for (p->tile_lanes = 1; p->tile_lanes < 32 && p->tile_lanes * loads < p->tile_units; p->tile_lanes *= 2)
+    p->v_words = copies ? (uint32_t)(v->row_bytes / 16) : 0;
+    const uint64_t bytes = (uint64_t)p->plain.count * (p->octets * tables + p->v_words) * 16;
+    if (bytes > kvpc_few_bytes)
+        kvpc_set_tile_edges(p, &k->dst, v);
+    const uint32_t loads = kvpc_octets_each(&f, bytes <= kvpc_few_bytes);
+    for (p->tile_lanes = 1; p->tile_lanes < 32 && p->tile_lanes * loads < p->tile_octets; p->tile_lanes *= 2)
         p->lanes_shift++;
-    const uint32_t lanes = p->units / p->tile_units * p->tile_lanes; /* of a row */
+    const uint32_t lanes = p->octets / p->tile_octets * p->tile_lanes; /* of a row */
     const uint32_t block = copies ? kvpc_most_threads : kvpc_threads;
     uint32_t rows = 1;
-    p->v_words = (uint32_t)v_words;
     while (kvpc_whole_warps(2 * rows * lanes) + kvpc_whole_warps(2 * rows * p->v_words) <= block &&
            kvpc_parts_of(p->plain.count, 2 * rows) * tables >= kvpc_multiprocessors())
         rows *= 2;
@@ -3222,29 +3266,44 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *mo
     p->k_threads = kvpc_whole_warps(rows * lanes);
     if (copies)
         p->v_magic = (65536 + p->v_words - 1) / p->v_words;
-    const kvpc_tiles_convert kernel = loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 1)
-                                      : loads == 2
-                                          ? int8 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, true, 2)
-                                                 : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 2)
-                                      : int8 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, true, 8)
-                                             : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 8);
+    const kvpc_tiles_convert kernel = int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, true, 2)
+                                      : loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 1)
+                                      : loads == 2 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 2)
+                                                   : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 8);
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
-/* Bytes from a row's first scale to the end of its last. */
-static uint32_t kvpc_scale_span(const kvprim_side *side)
+/* Gathers, and stores whose scales are given. Many rows of K alone are moved as two halves, INT8 as K and nothing. */
+static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
-    const kvprim_format &f = side->format;
-    const int64_t tiles = side->piece_bytes * side->table.heads / f.tile;
-    return (uint32_t)((tiles - 1) * f.scale_tile_stride + kvpi_dtype_bytes(f.scale_dtype));
-}
-
-/* Bytes of a row, and of its scales if they follow. */
-static uint32_t kvpc_row_span(const kvprim_side *side)
-{
-    const kvprim_format &f = side->format;
-    const int64_t row = side->piece_bytes * side->table.heads;
-    return (uint32_t)row + (!f.scales && f.scale_offset == row ? kvpc_scale_span(side) : 0);
+    const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;
+    const kvprim_dtype other = (m->zero ? m->dst : m->src).format.dtype;
+    const uint64_t bytes = (uint64_t)p->plain.count * (p->route[0].octets + p->route[1].octets) * 16;
+    const bool many = bytes > kvpc_few_bytes, halves = !m->zero && alone && many && p->octets % 2 == 0;
+    const uint32_t routes = m->zero ? 1 : alone && !halves && !int8 ? 1 : 2, loads = m->zero && (many || int8) ? 2 : 1;
+    for (size_t k = 0; !m->zero && many && k < (alone ? 1 : 2); k++)
+        if (m->dst.table.heads == 1 && (p->route[k].dst_stride | 8 * p->route[k].octets) % kvpc_granule_bytes)
+            p->route[k].edges = 8 * p->route[k].octets;
+    if (halves) {
+        p->octets /= 2;
+        p->route[0].octets = p->octets;
+        p->route[1] = p->route[0];
+        p->route[1].edges = 0;
+        p->route[1].src += 16 * (uint64_t)p->octets;
+        p->route[1].dst += 8 * (uint64_t)p->octets;
+        p->route[1].octet = p->octets;
+    }
+    p->plain.row_bytes[0] = 16 * p->octets;
+    const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
+    const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
+    const kvpc_plain_convert kernel = m->zero ? int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, true, 2)
+                                                : loads == 1
+                                                    ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 1)
+                                                    : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 2)
+                                      : int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, true, 2)
+                                      : routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 1)
+                                                    : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 2);
+    return kvpc_start_convert(call, kernel, parts, threads, bytes, p);
 }
 
 /* Runs K, or K and V, if the kernels of plain rows can convert them; returns whether. */
@@ -3253,67 +3312,13 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     if (call->launch.max_sms != 0 || n > 2 || !kvpc_is_plain_conversion(&moves[0]) ||
         (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1])))
         return false;
-    const kvprim_move *const m = &moves[0];
-    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
-    const kvprim_format &f = indexed->format;
-    const kvprim_dtype other = (m->zero ? m->dst : m->src).format.dtype;
-    const bool int8 = f.dtype == KVPRIM_INT8;
-    kvpc_convert_tiles tiles = {};
-    kvpc_convert *const p = &tiles;
+    kvpc_convert_tiles p = {};
     for (size_t k = 0; k < n; k++)
-        p->route[k] = kvpc_route_of(&moves[k], &p->plain);
-    kvpc_set_convert(p, m);
-    p->units = p->route[0].units > p->route[1].units ? p->route[0].units : p->route[1].units;
-    const uint64_t bytes = (uint64_t)p->plain.count * (p->route[0].units + p->route[1].units) * 16;
-    const bool many = bytes > kvpc_few_bytes,
-               whole = (indexed->table.stride | f.scale_offset) % kvpc_granule_bytes == 0;
-    if (f.scale == KVPRIM_SCALE_TILE && !m->zero) {
-        const int64_t row = m->dst.piece_bytes * m->dst.table.heads;
-        const bool inside = !f.scales && f.scale_offset == row;
-        const uint32_t scales = kvpc_scale_span(&m->dst), span = kvpc_row_span(&m->dst);
-        const bool tiles_too = n == 2 && moves[1].dst.format.dtype;
-        const bool alike =
-            !tiles_too || (kvpc_scale_span(&moves[1].dst) == scales && kvpc_row_span(&moves[1].dst) == span);
-        const kvpc_route &k = p->route[0], &v = p->route[1];
-        const bool v_behind =
-            n == 2 && !tiles_too && v.dst == k.dst + span && v.dst_stride == k.dst_stride && v.page == k.page;
-        if (many && alike && m->dst.table.heads == 1 && (!whole || inside))
-            tiles.span = span + (v_behind ? (uint32_t)moves[1].row_bytes : 0);
-        if (many && alike && !inside)
-            tiles.scale_span = scales;
-        p->units = k.units; /* those of a V that is copied have no tiles */
-        *status = kvpc_run_tiles(call, moves, n, &tiles);
-        return true;
-    }
-    uint32_t routes = (uint32_t)n, loads = 1;
-    if (m->zero)
-        loads = many || int8 ? 2 : 1;
-    for (size_t k = 0; !m->zero && many && k < n; k++)
-        if (indexed->table.heads == 1 && (moves[k].dst.table.stride | moves[k].dst.piece_bytes) % kvpc_granule_bytes)
-            p->route[k].span = (uint32_t)moves[k].dst.piece_bytes;
-    if (!m->zero && n == 1 && many && p->units % 2 == 0) {
-        const uint32_t half = p->units / 2;
-        p->route[0].units = half;
-        p->route[1] = p->route[0];
-        p->route[1].span = 0;
-        p->route[1].src += 16 * (uint64_t)half;
-        p->route[1].dst += 8 * (uint64_t)half;
-        p->route[1].unit = half;
-        p->units = half;
-        routes = 2;
-    }
-    p->plain.row_bytes[0] = 16 * p->units;
-    const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
-    const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
-    const kvpc_plain_convert kernel =
-        m->zero       ? int8         ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, true, 2)
-                        : loads == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 1)
-                                     : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 2)
-              : int8 ? routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, true, 1)
-                                   : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, true, 2)
-              : routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 1)
-                      : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 2);
-    *status = kvpc_start_convert(call, kernel, parts, threads, bytes, p);
+        p.route[k] = kvpc_route_of(&moves[k], &p.plain);
+    kvpc_set_convert(&p, &moves[0]);
+    p.octets = p.route[0].octets > p.route[1].octets ? p.route[0].octets : p.route[1].octets;
+    *status = moves->dst.format.scale == KVPRIM_SCALE_TILE ? kvpc_run_tiles(call, moves, n == 2 ? &moves[1] : NULL, &p)
+                                                           : kvpc_run_scaled(call, moves, n == 1, &p);
     return true;
 }
 #endif
@@ -3911,7 +3916,7 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
    Moves that convert, where the kernels of plain rows do not take them: layers, indices on both sides or of the host,
    64-bit sizes, tiles of any size, elements of any alignment, few multiprocessors. The types are chosen inside the
    kernel. A span is what a group of threads converts at once: a tile whose scale is computed, otherwise a part of a
-   row. Its elements go in groups of eight, or one by one where eight are not aligned or have no scale in common. */
+   row. Its elements go in octets, or one by one where eight are not aligned or have no scale in common. */
 #ifndef KVPRIM_NO_CONVERT
 
 /* What is done with a number: nothing, or with its scale, its scale's inverse, a division. */
@@ -3930,7 +3935,7 @@ typedef struct kvpc_change {
     int64_t offset;
     kvpc_layout scale;             /* `head` divides by the elements of a tile, and head_step leads to the next scale */
     uint64_t elements, span, tile; /* of a row, a span, a tile whose scale is computed */
-    uint64_t step;                 /* elements of a round of kvpc_convert_groups; 0: kvpc_convert_any takes all */
+    uint64_t step;                 /* elements of a round of kvpc_convert_octets; 0: kvpc_convert_any takes all */
     uint32_t *nans;
 } kvpc_change;
 
@@ -3952,7 +3957,7 @@ template <class number> struct kvpc_stretch {
     uint64_t scales;     /* of the row; of dst's tiles: at first, of the layer */
     int64_t to;          /* the index of dst */
     number begin, end;   /* elements */
-    bool zero, wide;     /* zero: src has no such row. wide: groups of eight are aligned */
+    bool zero, wide;     /* zero: src has no such row. wide: octets are aligned */
     bool counted, moves; /* counted: in `rejected`. moves: at first, whether the span may be counted */
 };
 
@@ -4095,10 +4100,10 @@ KVPRIM_DEVICE float kvpc_compute_scale(const kvpc_change &how, const kvpc_stretc
     return scale;
 }
 
-/* 32 bytes of a thread's elements: one group of eight, or 2 or 4 of smaller elements. Group g begins at element
-   e + g * step. Those that are not there are zeros. */
+/* 32 bytes of a thread's elements: an octet, or 2 or 4 of smaller elements. Octet g begins at element e + g * step.
+   Those that are not there are zeros. */
 template <class number>
-KVPRIM_DEVICE void kvpc_load_groups(const kvpc_conversion &p, const kvpc_stretch<number> &s, number e, number step,
+KVPRIM_DEVICE void kvpc_load_octets(const kvpc_conversion &p, const kvpc_stretch<number> &s, number e, number step,
                                     bool busy, uint32_t *w)
 {
     const uint32_t shift = p.how.src_shift;
@@ -4172,11 +4177,11 @@ template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversio
         s->scales += kvpc_place(p.how.scale, (number)row);
 }
 
-/* Spans of aligned groups of eight elements. src is read before it is known whether dst has the row. If scales are
+/* Spans of aligned octets. src is read before it is known whether dst has the row. If scales are
    computed, a round takes a tile, which has no more elements than a group of threads takes at once. While 32 bytes are
    converted, the next are on their way. */
 template <class number>
-KVPRIM_DEVICE void kvpc_convert_groups(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
+KVPRIM_DEVICE void kvpc_convert_octets(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
     const kvpc_change &how = p.how;
     const number step = (number)how.step;
@@ -4185,7 +4190,7 @@ KVPRIM_DEVICE void kvpc_convert_groups(const kvpc_conversion &p, kvpc_stretch<nu
     uint32_t w[8], next[8], nans = 0;
     float scale = 1.0f;
     number base = s.begin;
-    kvpc_load_groups(p, s, (number)(base + 8 * lane), step, busy, w);
+    kvpc_load_octets(p, s, (number)(base + 8 * lane), step, busy, w);
     const bool reads = how.scaling != kvpc_unscaled && !how.computes && !s.zero && base + 8 * lane < s.end;
     if (reads)
         scale = kvpc_load_scale(how.several ? kvpc_scale_at(how, s, (number)(base + 8 * lane)) : s.scales, how.is_e8m0);
@@ -4198,7 +4203,7 @@ KVPRIM_DEVICE void kvpc_convert_groups(const kvpc_conversion &p, kvpc_stretch<nu
     KVPRIM_ROLLED
     while (base < s.end) {
         const number after = base + (step << 2 >> how.src_shift);
-        kvpc_load_groups(p, s, (number)(after + 8 * lane), step, busy, next);
+        kvpc_load_octets(p, s, (number)(after + 8 * lane), step, busy, next);
         KVPRIM_ROLLED
         for (; base < s.end && base < after; base += step) {
             const number e = base + 8 * lane;
@@ -4282,7 +4287,7 @@ static __global__ void __launch_bounds__(threads, 1)
          work += gridDim.x * in_block) {
         kvpc_stretch<number> s = kvpc_find_span(p, work);
         if (sizeof(number) == 4 && s.wide && p.how.step) /* wide numbers are rare */
-            kvpc_convert_groups(p, s, lane, lanes);
+            kvpc_convert_octets(p, s, lane, lanes);
         else if (s.wide)
             kvpc_convert_any<8>(p, s, lane, lanes);
         else

@@ -346,18 +346,21 @@ static const choice_case pair_choices[] = {
      [](choice &c) { with_v(c), c.k.f.dtype = c.v.f.dtype = KVPRIM_INT8, c.k.nans = 1; }},
 };
 
-/* How threads share tiles and rows. H: threads take a unit of each half of K's rows. */
+/* How threads share tiles and rows. H: threads take an octet of each half of K's rows. */
 static const choice_case shape_choices[] = {
-    {"tiles of 1 unit of two", "T", [](choice &c) { with_v(c), with_elements(c, 256, 8); }},
-    {"tiles of 2 units", "T", [](choice &c) { with_elements(c, 256, 16); }},
-    {"tiles of 3 units", "T", [](choice &c) { with_elements(c, 264, 24); }},
-    {"tiles of 32 units", "T", [](choice &c) { with_elements(c, 512, 256); }},
-    {"tiles of 64 units", "T", [](choice &c) { with_elements(c, 1024, 512); }},
-    {"tiles of 65 units", "T", [](choice &c) { with_elements(c, 1040, 520); }},
-    {"tiles of 128 units", "T", [](choice &c) { with_elements(c, 2048, 1024); }},
-    {"tiles of 256 units", "T", [](choice &c) { with_elements(c, 2048, 2048); }},
-    {"tiles of 64 units of fp32", "G", [](choice &c) { with_elements(c, 512, 256), c.k.large = KVPRIM_F32; }},
-    {"tiles of 32 units, INT8", "T", [](choice &c) { with_elements(c, 512, 256), c.k.f.dtype = KVPRIM_INT8; }},
+    {"tiles of 1 octet of two", "T", [](choice &c) { with_v(c), with_elements(c, 256, 8); }},
+    {"tiles of 2 octets", "T", [](choice &c) { with_elements(c, 256, 16); }},
+    {"tiles of 3 octets", "T", [](choice &c) { with_elements(c, 264, 24); }},
+    {"tiles of 32 octets", "T", [](choice &c) { with_elements(c, 512, 256); }},
+    {"tiles of 64 octets", "T", [](choice &c) { with_elements(c, 1024, 512); }},
+    {"tiles of 65 octets", "T", [](choice &c) { with_elements(c, 1040, 520); }},
+    {"tiles of 128 octets", "T", [](choice &c) { with_elements(c, 2048, 1024); }},
+    {"tiles of 256 octets", "T", [](choice &c) { with_elements(c, 2048, 2048); }},
+    {"tiles of 64 octets of fp32", "G", [](choice &c) { with_elements(c, 512, 256), c.k.large = KVPRIM_F32; }},
+    {"tiles of 32 octets, INT8", "T", [](choice &c) { with_elements(c, 512, 256), c.k.f.dtype = KVPRIM_INT8; }},
+    {"tiles of 33 octets, INT8", "G", [](choice &c) { with_elements(c, 528, 264), c.k.f.dtype = KVPRIM_INT8; }},
+    {"tiles of 128 octets, INT8", "G", [](choice &c) { with_elements(c, 2048, 1024), c.k.f.dtype = KVPRIM_INT8; }},
+    {"store of INT8", "C", [](choice &c) { with_scale(c, KVPRIM_SCALE_TENSOR), c.k.f.dtype = KVPRIM_INT8; }},
     {"gather of INT8", "C", [](choice &c) { with_gather(c), c.k.f.dtype = KVPRIM_INT8; }},
     {"gather of more than 1 MB", "C", [](choice &c) { with_gather(c), with_many(c, 2049); }},
     {"gather of INT8 to fp16", "C",

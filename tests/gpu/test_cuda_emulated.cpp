@@ -69,7 +69,7 @@ static void check_launches(const char *wanted)
 
 static void kvprim_emulate_note(const kvpc_convert &p)
 {
-    letters += p.route[1].unit ? 'H' : 'C';
+    letters += p.route[1].octet ? 'H' : 'C';
 }
 
 static void kvprim_emulate_note(const kvpc_convert_tiles &)
