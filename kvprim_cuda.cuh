@@ -5145,6 +5145,7 @@ typedef struct kvpc_slots {
     uint32_t *rejected;
     uint32_t pdl;      /* a kvpc_dependence */
     kvpc_divisor each; /* tokens of each request, as kvpc_find_request first guesses; 0: no such guess */
+    uint32_t token_bytes;
 } kvpc_slots;
 
 enum {
@@ -5157,26 +5158,27 @@ enum {
     kvpc_pivots = 7                /* of a search, loaded at once */
 };
 
-/* In 32 bits where the sizes allow it: see kvpc_slots_are_small. */
-KVPRIM_DEVICE uint64_t kvpc_element_at(uint64_t base, uint32_t i, uint32_t step)
+/* In 32 bits where the sizes allow it: see kvpc_slots_are_small. Kernels of 64 bits take tokens of either type. */
+template <class number> KVPRIM_DEVICE uint64_t kvpc_number_at(uint64_t base, number i, number step)
 {
-    return kvpc_row_at(base, i, step);
+    return sizeof(number) == 4 ? kvpc_row_at(base, (uint32_t)i, (uint32_t)step) : base + i * step;
 }
 
-KVPRIM_DEVICE uint64_t kvpc_element_at(uint64_t base, uint64_t i, uint64_t step)
+template <class token, class number> KVPRIM_DEVICE uint64_t kvpc_token_at(const kvpc_slots &p, uint64_t base, number i)
 {
-    return base + i * step;
+    return kvpc_number_at(base, i, sizeof(number) == 4 ? (number)sizeof(token) : (number)p.token_bytes);
 }
 
-template <class token> KVPRIM_DEVICE token kvpc_load_token(uint64_t at)
+template <class token, class number> KVPRIM_DEVICE token kvpc_load_token(const kvpc_slots &p, uint64_t at)
 {
-    return sizeof(token) == 8 ? (token)kvpc_load_i64(at) : (token)kvpc_load_i32(at);
+    const uint32_t bytes = sizeof(number) == 4 ? (uint32_t)sizeof(token) : p.token_bytes;
+    return bytes == 8 ? (token)kvpc_load_i64(at) : (token)kvpc_load_i32(at);
 }
 
 /* 0 <= x < n, which is at most 2^31 if it is a number of 32 bits. */
 template <class token, class number> KVPRIM_DEVICE bool kvpc_is_below(token x, number n)
 {
-    return sizeof(token) == 4 && sizeof(number) == 4 ? (uint32_t)x < (uint32_t)n : (uint64_t)(int64_t)x < (uint64_t)n;
+    return sizeof(token) == 4 ? (uint32_t)x < (uint32_t)n : (uint64_t)(int64_t)x < (uint64_t)n;
 }
 
 KVPRIM_DEVICE void kvpc_wait_for_inputs(const kvpc_slots &p)
@@ -5194,12 +5196,12 @@ template <class number> struct kvpc_search {
 
 template <class token, class number> KVPRIM_DEVICE void kvpc_place_pivots(const kvpc_slots &p, kvpc_search<number> *s)
 {
-    const uint64_t first = kvpc_element_at(p.request, s->low, (number)sizeof(token));
+    const uint64_t first = kvpc_token_at<token>(p, p.request, s->low);
     s->step = s->left / (kvpc_pivots + 1) + 1;
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_pivots; k++) {
         const number n = (k + 1) * s->step;
-        s->at[k] = kvpc_element_at(first, n < s->left ? n : s->left, (number)sizeof(token));
+        s->at[k] = kvpc_token_at<token>(p, first, n < s->left ? n : s->left);
     }
 }
 
@@ -5211,20 +5213,21 @@ template <class number> KVPRIM_DEVICE void kvpc_narrow_search(kvpc_search<number
 }
 
 /* What tells whether a token is one of a request, and its position. */
-template <class token> struct kvpc_span {
+template <class token> struct kvpc_request {
     token first, next, start;
 };
 
-template <class token, class number> KVPRIM_DEVICE kvpc_span<token> kvpc_load_span(const kvpc_slots &p, number request)
+template <class token, class number>
+KVPRIM_DEVICE kvpc_request<token> kvpc_load_request(const kvpc_slots &p, number request)
 {
-    const uint64_t at = kvpc_element_at(p.request, request, (number)sizeof(token));
-    kvpc_span<token> s = {kvpc_load_token<token>(at), kvpc_load_token<token>(at + sizeof(token)), 0};
+    const uint64_t at = kvpc_token_at<token>(p, p.request, request), next = kvpc_token_at<token>(p, at, (number)1);
+    kvpc_request<token> s = {kvpc_load_token<token, number>(p, at), kvpc_load_token<token, number>(p, next), 0};
     if (p.position)
-        s.start = kvpc_load_token<token>(kvpc_element_at(p.position, request, (number)sizeof(token)));
+        s.start = kvpc_load_token<token, number>(p, kvpc_token_at<token>(p, p.position, request));
     return s;
 }
 
-template <class token> KVPRIM_DEVICE bool kvpc_is_in_span(const kvpc_span<token> &s, token i)
+template <class token> KVPRIM_DEVICE bool kvpc_is_of_request(const kvpc_request<token> &s, token i)
 {
     return s.first <= i && i < s.next;
 }
@@ -5236,7 +5239,7 @@ template <class token> KVPRIM_DEVICE bool kvpc_is_in_span(const kvpc_span<token>
      starts into the first cache (1,024 requests of int32), which the search then reads: 8,192 tokens of 256 requests
      take 1.3 us where prefill follows decodes, not 1.6 (H200). */
 template <class token, class number>
-KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_span<token> *span)
+KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_request<token> *of)
 {
     const number last = (number)p.requests - 1, other = threadIdx.x * (32 / (number)sizeof(token));
     const number near = p.each.by ? kvpc_divide(i, p.each) : i <= last ? i : other, guess = near < last ? near : last;
@@ -5244,15 +5247,15 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_span<
     s.low = 0, s.left = last;
     kvpc_place_pivots<token>(p, &s);
     kvpc_wait_for_inputs(p);
-    *span = kvpc_load_span<token>(p, guess);
+    *of = kvpc_load_request<token>(p, guess);
     KVPRIM_ROLLED
     for (;;) {
         token pivot[kvpc_pivots];
         number passed = 0;
         KVPRIM_UNROLL
         for (uint32_t k = 0; k < kvpc_pivots; k++)
-            pivot[k] = kvpc_load_token<token>(s.at[k]);
-        if (kvpc_is_in_span(*span, (token)i))
+            pivot[k] = kvpc_load_token<token, number>(p, s.at[k]);
+        if (kvpc_is_of_request(*of, (token)i))
             return guess;
         KVPRIM_UNROLL
         for (uint32_t k = 0; k < kvpc_pivots; k++)
@@ -5262,7 +5265,7 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_span<
             break;
         kvpc_place_pivots<token>(p, &s);
     }
-    *span = kvpc_load_span<token>(p, s.low);
+    *of = kvpc_load_request<token>(p, s.low);
     return s.low;
 }
 
@@ -5273,12 +5276,11 @@ typedef struct kvpc_token {
 
 template <class token, class number> KVPRIM_DEVICE kvpc_token kvpc_find_token(const kvpc_slots &p, number i)
 {
-    kvpc_span<token> s;
-    if (sizeof(token) == 4 && i >= (number)INT32_MAX) /* the counts end before */
-        return kvpc_token{0, 0, true};
+    kvpc_request<token> s;
     const number request = kvpc_find_request(p, i, &s);
     const uint64_t further = (uint64_t)i - (uint64_t)(int64_t)s.first;
-    kvpc_token t = {(int64_t)request, (int64_t)((uint64_t)(int64_t)s.start + further), !kvpc_is_in_span(s, (token)i)};
+    kvpc_token t = {(int64_t)request, (int64_t)((uint64_t)(int64_t)s.start + further),
+                    !kvpc_is_of_request(s, (token)i)};
     if (sizeof(token) == 8)
         t.past = t.past || further > (uint64_t)INT64_MAX - (uint64_t)(int64_t)s.start;
     return t;
@@ -5291,9 +5293,9 @@ KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request,
     const bool found =
         !past && kvpc_is_below(request, (number)p.requests) && kvpc_is_below(position, (number)p.positions);
     const number by = (number)p.page.by, in_request = kvpc_divide((number)position, p.page);
-    const uint64_t pages = kvpc_element_at(p.pages, (number)request, (number)p.pages_step);
-    const uint64_t at = kvpc_element_at(pages, in_request, (number)p.page_bytes);
-    const uint64_t to = kvpc_element_at(p.slot, i, (number)p.slot_bytes);
+    const uint64_t pages = kvpc_number_at(p.pages, (number)request, (number)p.pages_step);
+    const uint64_t at = kvpc_number_at(pages, in_request, (number)p.page_bytes);
+    const uint64_t to = kvpc_number_at(p.slot, i, (number)p.slot_bytes);
     int32_t low = -1, high = -1; /* two words: one load for each, without a branch */
     if (found)
         low = kvpc_load_i32(at);
@@ -5328,10 +5330,11 @@ static __global__ void __launch_bounds__(kvpc_slots_most_threads)
             const kvpc_token t = kvpc_find_token<token>(p, i);
             kvpc_store_slot(p, i, t.request, t.position, t.past);
         } else {
-            const uint64_t request_at = kvpc_element_at(p.request, i, (number)sizeof(token));
-            const uint64_t position_at = kvpc_element_at(p.position, i, (number)sizeof(token));
+            const uint64_t request_at = kvpc_token_at<token>(p, p.request, i);
+            const uint64_t position_at = kvpc_token_at<token>(p, p.position, i);
             kvpc_wait_for_inputs(p);
-            const token request = kvpc_load_token<token>(request_at), position = kvpc_load_token<token>(position_at);
+            const token request = kvpc_load_token<token, number>(p, request_at),
+                        position = kvpc_load_token<token, number>(p, position_at);
             kvpc_store_slot(p, i, request, position, false);
         }
 }
@@ -5380,17 +5383,16 @@ static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_de
     p.slot = (uintptr_t)d->slot;
     p.page_bytes = kvpc_index_size(d->pages_type);
     p.slot_bytes = kvpc_index_size(d->slot_type);
+    p.token_bytes = kvpc_index_size(d->token_type);
     p.rejected = d->rejected;
     const bool by_length = d->cu_seqlens != NULL, small = kvpc_slots_are_small(&p);
     const bool late = by_length && p.count > kvpc_slots_first; /* blocks that wait would take the room of blocks */
     p.pdl = !call->launch.pdl ? kvpc_alone : late ? kvpc_trigger_late : kvpc_trigger_first;
     p.each = kvpc_divisor_of(
         d->count % d->requests == 0 && d->count / d->requests <= kvpc_slots_each ? d->count / d->requests : 0);
-    if (d->token_type == KVPRIM_I32)
-        return small ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
-                     : kvpc_start_slots<int32_t, uint64_t>(call, &p, by_length);
-    return small ? kvpc_start_slots<int64_t, uint32_t>(call, &p, by_length)
-                 : kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length);
+    return !small                        ? kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length)
+           : d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
+                                         : kvpc_start_slots<int64_t, uint32_t>(call, &p, by_length);
 }
 
 /* KVPRIM_DEBUG: see kvpc_check_bytes. */
