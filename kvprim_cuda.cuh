@@ -2120,21 +2120,20 @@ template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p,
 }
 
 /* A group of `step` threads copies a tile. Each thread copies 16-byte word `first` of the fragment in dst and those a
-   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing.
-   zeros: where src is NULL it loads nothing, and stores zeros. */
-template <bool aligned, bool zeros>
+   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing. Where src is NULL
+   it loads nothing, and stores zeros. */
+template <bool aligned>
 KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
     if (!aligned) {
-        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0 && (!zeros || src),
-                        bytes > 0, false);
+        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0 && src, bytes > 0, false);
         return;
     }
     const int32_t left = (int32_t)(bytes - 16 * first);
-    const bool reads = !zeros || src;
+    const bool reads = src;
     uint4 v[kvpc_aligned_loads];
     dst += 16 * first, src += 16 * first;
-    for (uint32_t k = 0; zeros && k < kvpc_aligned_loads; k++)
+    for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         v[k] = uint4{0, 0, 0, 0};
     for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         if (reads && (int32_t)(16 * step * k) < left)
@@ -2193,7 +2192,7 @@ KVPRIM_DEVICE bool kvpc_leaves_room(uint32_t half)
    Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a tile, one of a small fragment.
    If there are fewer groups than tiles, group g copies tiles g, g + groups, g + 2 * groups and so on.
    If the launch overlaps the one before, it ends after that one: wait_last. */
-template <bool small, bool aligned, bool zeros, uint32_t bytes>
+template <bool small, bool aligned, uint32_t bytes>
 static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                          aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
     kvpc_unpack_kernel(const KVPRIM_GRID_CONSTANT kvpc_unpack_params<bytes> KVPRIM_IN_PLACE p)
@@ -2215,7 +2214,7 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
             uint32_t part;
             const kvpc_piece c = kvpc_piece_of(p, kvpc_fragment_of(p, tile, &part));
             const uint32_t first = (part * loads << h.lanes_shift) + threadIdx.x % lanes;
-            kvpc_copy_tile<aligned, zeros>(c.dst, c.src, c.bytes, first, lanes);
+            kvpc_copy_tile<aligned>(c.dst, c.src, c.bytes, first, lanes);
         }
     }
     if (h.wait_last)
@@ -2336,7 +2335,7 @@ template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, 
     const uint32_t bytes = m.y - at < most ? m.y - at : most, lane = threadIdx.x % lanes;
     const uint64_t dst = c.dst + at, src = c.src + at;
     if ((dst | src | bytes) % 16 == 0)
-        kvpc_copy_tile<true, false>(dst, src, bytes, lane, lanes);
+        kvpc_copy_tile<true>(dst, src, bytes, lane, lanes);
     else
         kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, lane, lanes, true, true, false);
 }
@@ -4942,11 +4941,9 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     job->started = true;
     const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
     return kvpc_start(&call,
-                      job->small     ? kvpc_unpack_kernel<true, true, false, params_bytes>
-                      : job->aligned ? job->zeros ? kvpc_unpack_kernel<false, true, true, params_bytes>
-                                                  : kvpc_unpack_kernel<false, true, false, params_bytes>
-                      : job->zeros ? kvpc_unpack_kernel<false, false, true, params_bytes>
-                                     : kvpc_unpack_kernel<false, false, false, params_bytes>,
+                      job->small     ? kvpc_unpack_kernel<true, true, params_bytes>
+                      : job->aligned ? kvpc_unpack_kernel<false, true, params_bytes>
+                                     : kvpc_unpack_kernel<false, false, params_bytes>,
                       kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p);
 }
 
