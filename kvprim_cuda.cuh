@@ -33,8 +33,8 @@
                                   short units over the link; device layers and indices of the host
            >>impl_convert_elements  elements in registers: decode, scale, encode
            >>impl_convert_rows    gather and store of plain rows that convert
-           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them; fragments
-                                  whose descriptors the GPU reads
+           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
+           >>impl_meta_kernel     the same for fragments whose descriptors the GPU reads
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
                                   what a transfer's memory must be
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
@@ -42,7 +42,9 @@
            >>impl_convert_plan    the same for plain rows that convert
            >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
            >>impl_convert_moves   all other moves that convert: kernels and plan
-           >>impl_unpack_host     planning and encoding fragments and copies
+           >>impl_unpack_survey   what fragments or copies have in common
+           >>impl_unpack_host     their records in a launch's parameters; one launch or several, or CUDA's own copy
+           >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
            >>impl_slots           page tables into slots: the kernel and its parameters
            >>impl_calls           the public functions
 
@@ -73,6 +75,8 @@
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
    KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 4 s of
                                nvcc (13.0) and 1.0 MB for each architecture. A call that needs one then returns
+                               KVPRIM_ERROR_UNSUPPORTED
+   KVPRIM_NO_UNPACK            the implementing unit: leaves out unpack, copy and unpack_meta, which then return
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
@@ -2010,20 +2014,6 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 
 /* >>impl_unpack_kernels -------------------------------------------------------------------------------------------- */
 
-enum {
-    kvpc_aligned_loads = 4,   /* 16-byte words of an aligned tile that a thread copies; otherwise kvpc_bytes_loads */
-    kvpc_small_fragments = 2, /* that a thread copies at once; with more, fewer threads fit a multiprocessor: slower */
-    kvpc_small_bytes = 512    /* of a small fragment, at most: a word for each thread of a warp */
-};
-
-/* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
-   keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads fit. */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
-enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
-#else
-enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
-#endif
-
 /* Bytes of parameters. Measured on an H200: up to 4,000 cost nothing, 8 KB 0.3 us a launch, 16 KB 0.7, 32 KB 1.8. */
 enum {
     kvpc_few_params = kvpc_params_bytes,
@@ -2036,6 +2026,22 @@ enum {
 #endif
 };
 
+#ifndef KVPRIM_NO_UNPACK
+
+enum {
+    kvpc_aligned_loads = 4,   /* 16-byte words of an aligned strip that a thread copies; otherwise kvpc_bytes_loads */
+    kvpc_small_fragments = 2, /* that a thread copies at once; with more, fewer threads fit a multiprocessor: slower */
+    kvpc_small_bytes = 512    /* of a small fragment, at most: a word for each thread of a warp */
+};
+
+/* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
+   keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads fit. */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
+#else
+enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
+#endif
+
 /* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n. If mask is 0,
    no numbers are stored and n is i. Otherwise n is what `mask` leaves of record i, from its byte `at` on, after a shift
    right by `shift`. */
@@ -2044,17 +2050,17 @@ typedef struct kvpc_numbers {
     uint32_t shift, at;
 } kvpc_numbers;
 
-/* What a launch copies. Fragments are cut into tiles, which are numbered from the first fragment to the last. */
+/* What a launch copies. Fragments are cut into strips, which are numbered from the first fragment to the last. */
 typedef struct kvpc_unpack {
     kvpc_numbers dst, src, bytes;
-    uint32_t count, tiles, last_bytes; /* last_bytes: of the last fragment */
-    uint32_t lanes_shift;              /* 1 << lanes_shift threads copy a tile, or a small fragment */
-    uint32_t record_bytes, apart;      /* of a fragment; apart: its three numbers do not fit one 64-bit window */
-    uint32_t each;                     /* tiles of a fragment, of which the last may be empty; 0: as many as it takes */
-    uint32_t first_tile;               /* if they differ, number first_tile + i of n32 is the first one of fragment i */
-    uint32_t table, table_shift;       /* ... and entry table + k the fragment of tile k << table_shift */
-    int32_t wait, trigger, wait_last;  /* programmatic dependent launch: wait first, let the next start, wait last */
-    int32_t goes_on;                   /* the next launch is of the same batch */
+    uint32_t count, strips, last_bytes; /* last_bytes: of the last fragment */
+    uint32_t lanes_shift;               /* 1 << lanes_shift threads copy a strip, or a small fragment */
+    uint32_t record_bytes, apart;       /* of a fragment; apart: its three numbers do not fit one 64-bit window */
+    uint32_t each;                    /* strips of a fragment, of which the last may be empty; 0: as many as it takes */
+    uint32_t first_strip;             /* if they differ, number first_strip + i of n32 is the first one of fragment i */
+    uint32_t table, table_shift;      /* ... and entry table + k the fragment of strip k << table_shift */
+    int32_t wait, trigger, wait_last; /* programmatic dependent launch: wait first, let the next start, wait last */
+    int32_t goes_on;                  /* the next launch is of the same batch */
 } kvpc_unpack;
 
 /* Records come first. They have as few bytes as hold their bits: parameters are what a batch of small fragments takes
@@ -2097,33 +2103,33 @@ template <class params> KVPRIM_DEVICE kvpc_piece kvpc_piece_of(const params &p, 
     return piece;
 }
 
-/* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
-template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t tile, uint32_t *part)
+/* Returns the fragment of a strip: the last one whose first strip is not past it. *part: which of its strips that is. */
+template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t strip, uint32_t *part)
 {
     const kvpc_unpack &h = p.head;
     if (h.each) {
-        const uint32_t i = h.each == 1 ? tile : tile / h.each;
-        *part = tile - i * h.each;
+        const uint32_t i = h.each == 1 ? strip : strip / h.each;
+        *part = strip - i * h.each;
         return i;
     }
-    const uint32_t near = h.table + (tile >> h.table_shift);
+    const uint32_t near = h.table + (strip >> h.table_shift);
     uint32_t i = p.n32[near], last = p.n32[near + 1];
     while (i < last) {
         const uint32_t middle = (i + last + 1) / 2;
-        if (p.n32[h.first_tile + middle] <= tile)
+        if (p.n32[h.first_strip + middle] <= strip)
             i = middle;
         else
             last = middle - 1;
     }
-    *part = tile - p.n32[h.first_tile + i];
+    *part = strip - p.n32[h.first_strip + i];
     return i;
 }
 
-/* A group of `step` threads copies a tile. Each thread copies 16-byte word `first` of the fragment in dst and those a
+/* A group of `step` threads copies a strip. Each thread copies 16-byte word `first` of the fragment in dst and those a
    multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing. Where src is NULL
    it loads nothing, and stores zeros. */
 template <bool aligned>
-KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
+KVPRIM_DEVICE void kvpc_copy_strip(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
     if (!aligned) {
         kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0 && src, bytes > 0, false);
@@ -2188,9 +2194,9 @@ KVPRIM_DEVICE bool kvpc_leaves_room(uint32_t half)
 }
 #endif
 
-/* Each group of 1 << lanes_shift threads copies a tile, or kvpc_small_fragments small fragments.
-   Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a tile, one of a small fragment.
-   If there are fewer groups than tiles, group g copies tiles g, g + groups, g + 2 * groups and so on.
+/* Each group of 1 << lanes_shift threads copies a strip, or kvpc_small_fragments small fragments.
+   Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a strip, one of a small fragment.
+   If there are fewer groups than strips, group g copies strips g, g + groups, g + 2 * groups and so on.
    If the launch overlaps the one before, it ends after that one: wait_last. */
 template <bool small, bool aligned, uint32_t bytes>
 static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
@@ -2210,11 +2216,11 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
             kvpc_copy_small(p, i, groups);
     } else {
         const uint32_t loads = aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads;
-        for (uint32_t tile = blockIdx.x * groups + group; tile < h.tiles; tile += gridDim.x * groups) {
+        for (uint32_t strip = blockIdx.x * groups + group; strip < h.strips; strip += gridDim.x * groups) {
             uint32_t part;
-            const kvpc_piece c = kvpc_piece_of(p, kvpc_fragment_of(p, tile, &part));
+            const kvpc_piece c = kvpc_piece_of(p, kvpc_fragment_of(p, strip, &part));
             const uint32_t first = (part * loads << h.lanes_shift) + threadIdx.x % lanes;
-            kvpc_copy_tile<aligned>(c.dst, c.src, c.bytes, first, lanes);
+            kvpc_copy_strip<aligned>(c.dst, c.src, c.bytes, first, lanes);
         }
     }
     if (h.wait_last)
@@ -2240,11 +2246,11 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
     kvpc_store_words<loads, false, true>(dst, v, step, at, p.bytes);
 }
 
-/* ---- fragments that the GPU reads itself ----
+/* >>impl_meta_kernel -----------------------------------------------------------------------------------------------
 
-   Neither their number nor their sizes are known at the launch. 32 descriptors at a time, 512 contiguous bytes, are
+   Fragments that the GPU reads itself. Neither their number nor their sizes are known at the launch. 32 descriptors at a time, 512 contiguous bytes, are
    dealt to ranges. The blocks that share a range read all its descriptors, each thread one, at the same time as the
-   count. Then they know all its tiles, and take them in turn. So a long fragment is copied by all blocks of its range,
+   count. Then they know all its strips, and take them in turn. So a long fragment is copied by all blocks of its range,
    and uneven ones make a range no longer than another if it has many. */
 
 enum {
@@ -2256,7 +2262,7 @@ enum {
     kvpc_meta_link_each = 32,    /* ... and for how many, or how many bytes, there is a block */
     kvpc_meta_link_bytes = 512 << 10,
     kvpc_meta_link_least = 16, /* ... blocks, at least */
-    kvpc_meta_most = 1 << 20,  /* blocks; 32 bits number their warps and tiles */
+    kvpc_meta_most = 1 << 20,  /* blocks; 32 bits number their warps and strips */
     kvpc_meta_lanes = 8,       /* threads that copy a fragment if all of a range are small */
     kvpc_meta_numbered = 3     /* see kvpc_copy_range */
 };
@@ -2282,7 +2288,7 @@ typedef struct kvpc_meta {
 typedef struct kvpc_range {
     uint4 meta[kvpc_meta_threads]; /* without bytes if there is nothing to copy */
     uint32_t sums[kvpc_meta_threads / 32];
-    uint32_t first[kvpc_meta_threads + 1]; /* number of a fragment's first tile: see kvpc_sum_tiles */
+    uint32_t first[kvpc_meta_threads + 1]; /* number of a fragment's first strip: see kvpc_sum_strips */
 } kvpc_range;
 
 /* Returns descriptor i, without bytes if there is none or if it reaches outside. */
@@ -2304,99 +2310,99 @@ KVPRIM_DEVICE uint4 kvpc_read_meta(const kvpc_meta &p, uint32_t i, uint64_t coun
 /* How a warp cuts a fragment. */
 typedef struct kvpc_placed {
     uint64_t dst, src;
-    uint32_t lead, tile; /* bytes of a tile; the first one has `lead` less */
+    uint32_t lead, strip; /* bytes of a strip; the first one has `lead` less */
 } kvpc_placed;
 
 KVPRIM_DEVICE kvpc_placed kvpc_place_of(const kvpc_meta &p, uint4 m)
 {
     kvpc_placed c = {p.dst + ((uint64_t)m.w << 32 | m.z), p.src + m.x, 0, 512 * kvpc_aligned_loads};
     if ((c.dst | c.src | m.y) % 16)
-        c.lead = (uint32_t)(c.dst % 16), c.tile = 512 * kvpc_bytes_loads;
+        c.lead = (uint32_t)(c.dst % 16), c.strip = 512 * kvpc_bytes_loads;
     return c;
 }
 
-/* Returns how many tiles a fragment makes; the sum of its lead and bytes may take 33 bits. */
-KVPRIM_DEVICE uint32_t kvpc_tiles_of(const kvpc_meta &p, uint4 m)
+/* Returns how many strips a fragment makes; the sum of its lead and bytes may take 33 bits. */
+KVPRIM_DEVICE uint32_t kvpc_strips_of(const kvpc_meta &p, uint4 m)
 {
     const uint32_t aligned = 512 * kvpc_aligned_loads, other = 512 * kvpc_bytes_loads;
     const kvpc_placed c = kvpc_place_of(p, m);
-    if (c.tile == aligned)
+    if (c.strip == aligned)
         return m.y / aligned + (m.y % aligned != 0);
     return m.y ? m.y / other + (m.y % other + c.lead + other - 1) / other : 0;
 }
 
-/* A group of `lanes` threads copies tile `part` of a fragment: a warp, or fewer threads all of a small one. */
+/* A group of `lanes` threads copies strip `part` of a fragment: a warp, or fewer threads all of a small one. */
 template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, uint4 m, uint32_t part)
 {
     const kvpc_placed c = kvpc_place_of(p, m);
-    const uint32_t at = part ? part * c.tile - c.lead : 0, most = part ? c.tile : c.tile - c.lead;
+    const uint32_t at = part ? part * c.strip - c.lead : 0, most = part ? c.strip : c.strip - c.lead;
     if (at >= m.y)
         return;
     const uint32_t bytes = m.y - at < most ? m.y - at : most, lane = threadIdx.x % lanes;
     const uint64_t dst = c.dst + at, src = c.src + at;
     if ((dst | src | bytes) % 16 == 0)
-        kvpc_copy_tile<true>(dst, src, bytes, lane, lanes);
+        kvpc_copy_strip<true>(dst, src, bytes, lane, lanes);
     else
         kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, lane, lanes, true, true, false);
 }
 
-/* Whether kvpc_meta_lanes threads copy a fragment as one tile. */
+/* Whether kvpc_meta_lanes threads copy a fragment as one strip. */
 KVPRIM_DEVICE bool kvpc_is_small(const kvpc_meta &p, uint4 m)
 {
     const kvpc_placed c = kvpc_place_of(p, m);
-    return m.y <= c.tile / 32 * kvpc_meta_lanes - c.lead;
+    return m.y <= c.strip / 32 * kvpc_meta_lanes - c.lead;
 }
 
-/* Numbers the tiles of a range from its first fragment to its last. `tiles` are those of this thread's. */
-KVPRIM_DEVICE void kvpc_sum_tiles(kvpc_range *r, uint32_t tiles)
+/* Numbers the strips of a range from its first fragment to its last. `strips` are those of this thread's. */
+KVPRIM_DEVICE void kvpc_sum_strips(kvpc_range *r, uint32_t strips)
 {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (uint32_t distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = kvpc_shuffle_up(tiles, distance);
-        tiles += lane >= distance ? before : 0;
+        const uint32_t before = kvpc_shuffle_up(strips, distance);
+        strips += lane >= distance ? before : 0;
     }
     if (lane == 31)
-        r->sums[warp] = tiles;
+        r->sums[warp] = strips;
     __syncthreads();
     for (uint32_t w = 0; w < warp; w++)
-        tiles += r->sums[w];
-    r->first[threadIdx.x + 1] = tiles;
+        strips += r->sums[w];
+    r->first[threadIdx.x + 1] = strips;
     if (threadIdx.x == 0)
         r->first[0] = 0;
     __syncthreads();
 }
 
-/* Returns the fragment that a tile is part of. */
-KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t tile, uint32_t range_shift)
+/* Returns the fragment that a strip is part of. */
+KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t strip, uint32_t range_shift)
 {
     uint32_t i = 0;
     for (uint32_t step = 1u << range_shift >> 1; step; step /= 2)
-        i += r.first[i + step] <= tile ? step : 0;
+        i += r.first[i + step] <= strip ? step : 0;
     return i;
 }
 
-/* The warps of a range's `shares` blocks copy its tiles. If no fragment has many, tile t of fragment i is number
-   t * 2^range_shift + i, and none is searched for. (If warps are so many, or fragments so few, that a warp has one tile
+/* The warps of a range's `shares` blocks copy its strips. If no fragment has many, strip t of fragment i is number
+   t * 2^range_shift + i, and none is searched for. (If warps are so many, or fragments so few, that a warp has one strip
    or none, `many` is larger.) Otherwise only as many of each fragment as all warps copy at once, or one, are taken so;
    then the rest is numbered from the first fragment to the last. */
 KVPRIM_DEVICE void kvpc_copy_range(const kvpc_meta &p, kvpc_range *r, uint32_t share, uint32_t shares)
 {
-    const uint32_t own = kvpc_tiles_of(p, r->meta[threadIdx.x]), warps = shares * (blockDim.x / 32);
+    const uint32_t own = kvpc_strips_of(p, r->meta[threadIdx.x]), warps = shares * (blockDim.x / 32);
     const uint32_t even = warps >> p.range_shift, many = even + kvpc_meta_numbered;
     const bool one = !__syncthreads_or(own > 1), few = !__syncthreads_or(own > many);
     const uint32_t numbered = one ? 1 : few ? many : even > 1 ? even : 1;
-    uint32_t tiles = numbered << p.range_shift;
+    uint32_t strips = numbered << p.range_shift;
     KVPRIM_ROLLED
     for (bool search = false;; search = true) {
         KVPRIM_ROLLED
-        for (uint32_t tile = share * (blockDim.x / 32) + threadIdx.x / 32; tile < tiles; tile += warps) {
-            const uint32_t i = search ? kvpc_fragment_in(*r, tile, p.range_shift) : tile % (1u << p.range_shift);
-            kvpc_copy_part<32>(p, r->meta[i], search ? numbered + tile - r->first[i] : tile >> p.range_shift);
+        for (uint32_t strip = share * (blockDim.x / 32) + threadIdx.x / 32; strip < strips; strip += warps) {
+            const uint32_t i = search ? kvpc_fragment_in(*r, strip, p.range_shift) : strip % (1u << p.range_shift);
+            kvpc_copy_part<32>(p, r->meta[i], search ? numbered + strip - r->first[i] : strip >> p.range_shift);
         }
         if (few || search)
             return;
-        kvpc_sum_tiles(r, own > numbered ? own - numbered : 0);
-        tiles = r->first[1u << p.range_shift];
+        kvpc_sum_strips(r, own > numbered ? own - numbered : 0);
+        strips = r->first[1u << p.range_shift];
     }
 }
 
@@ -2435,6 +2441,8 @@ static __global__ void __launch_bounds__(kvpc_meta_threads, kvpc_meta_blocks)
             __syncthreads(); /* before the next range overwrites this one */
     }
 }
+
+#endif
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
@@ -2620,28 +2628,21 @@ static bool kvpc_is_captured(const kvpc_call *call)
     return true;
 }
 
-/* Enqueues CUDA's own copy of rows, and returns whether it did. CUDA refuses ranges of several allocations, which
-   kernels take. */
+/* Enqueues CUDA's own copy of rows (without src one row of zeros), and returns whether it did. CUDA refuses ranges of
+   several allocations, which kernels take. */
 static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                            int64_t row_bytes, int64_t rows)
 {
     const cudaError_t error =
-        rows == 1 ? cudaMemcpyAsync(dst, src, (size_t)row_bytes, cudaMemcpyDefault, kvpc_stream(call))
-                  : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes, (size_t)rows,
-                                      cudaMemcpyDefault, kvpc_stream(call));
+        !src        ? cudaMemsetAsync(dst, 0, (size_t)row_bytes, kvpc_stream(call))
+        : rows == 1 ? cudaMemcpyAsync(dst, src, (size_t)row_bytes, cudaMemcpyDefault, kvpc_stream(call))
+                    : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes,
+                                        (size_t)rows, cudaMemcpyDefault, kvpc_stream(call));
     if (error != cudaSuccess)
         (void)cudaGetLastError(); /* the kernel that runs instead meets an error of earlier work again */
     return error == cudaSuccess;
 }
 
-/* The same for zeros. */
-static bool kvpc_set_zeros(const kvpc_call *call, void *dst, uint64_t bytes)
-{
-    const cudaError_t error = cudaMemsetAsync(dst, 0, (size_t)bytes, kvpc_stream(call));
-    if (error != cudaSuccess)
-        (void)cudaGetLastError(); /* see above */
-    return error == cudaSuccess;
-}
 #endif
 
 /* Checks the options of a launch, too. */
@@ -4490,7 +4491,10 @@ static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *
 }
 #endif
 
-/* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
+/* >>impl_unpack_survey ---------------------------------------------------------------------------------------------
+
+   What fragments have in common, before they are encoded. */
+#ifndef KVPRIM_NO_UNPACK
 
 enum {
     kvpc_host_chunk = 128,      /* fragments that are handed out at a time: they stay in the processor's first cache */
@@ -4498,8 +4502,8 @@ enum {
     kvpc_sample_count = 256,    /* see kvpc_is_mergeable */
     kvpc_table_share = 16,      /* fragments for each entry of the table */
     kvpc_many_fragments = 2048, /* see kvpc_is_alike_enough */
-    kvpc_direct_bytes = 16 * 32 * kvpc_bytes_loads - 15, /* a warp copies so many as one tile, however aligned */
-    kvpc_most_bytes = 1 << 27 /* that move as one fragment: the tiles of any launch can be counted in 31 bits */
+    kvpc_direct_bytes = 16 * 32 * kvpc_bytes_loads - 15, /* a warp copies so many as one strip, however aligned */
+    kvpc_most_bytes = 1 << 27 /* that move as one fragment: the strips of any launch can be counted in 31 bits */
 };
 
 /* A fragment of unpack, or an item of copy, whose offsets are addresses. Both are read through it, so it may alias. */
@@ -4676,7 +4680,7 @@ template <bool addresses> static void kvpc_survey_all(kvpc_unpack_job *job)
         job->left += count, job->last_bytes = f[count - 1].bytes;
         count = off.src_offset && off.dst_offset ? UINT64_MAX : (uint64_t)kvpc_host_chunk;
     }
-    job->next = job->list.fragments, job->rest.bytes = 0; /* for kvpc_encode */
+    job->next = job->list.fragments, job->rest.bytes = 0; /* for kvpc_write_records */
     const uint64_t any = seen.any.src_offset | seen.any.dst_offset | seen.any.bytes;
     job->fit = seen.past >> 63 == 0 && (any | job->list.src_bytes | job->list.dst_bytes) >> 62 == 0;
     job->apart = kvpc_is_apart(&job->list, seen);
@@ -4707,6 +4711,8 @@ static bool kvpc_is_mergeable(const kvpc_unpack_job *job)
         joins += kvpc_joins(job, f[i - 1], f[i]);
     return joins > (job->even ? (count - 1) / 2 : count / 16);
 }
+
+/* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
 
 /* Plans how to store a column, and returns its bits: 0 for a regular one, which is not stored. */
 static uint32_t kvpc_plan_numbers(kvpc_column *c, kvpc_numbers *numbers)
@@ -4742,16 +4748,16 @@ static void kvpc_plan_records(kvpc_unpack_job *job)
         h->dst.shift = src % 64, h->bytes.shift = (src + dst) % 64;
 }
 
-static uint32_t kvpc_tile_bytes(const kvpc_unpack_job *job)
+static uint32_t kvpc_strip_bytes(const kvpc_unpack_job *job)
 {
     return (16u * (job->aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads)) << job->head.lanes_shift;
 }
 
-/* Whether many uneven fragments take as many tiles each as the longest: then the host need not make tables, which take
-   it longer than all else. At most half of the tiles, about, may be empty: they cost a GPU little. */
-static bool kvpc_is_alike_enough(const kvpc_unpack_job *job, uint64_t *tiles)
+/* Whether many uneven fragments take as many strips each as the longest: then the host need not make tables, which take
+   it longer than all else. At most half of the strips, about, may be empty: they cost a GPU little. */
+static bool kvpc_is_alike_enough(const kvpc_unpack_job *job, uint64_t *strips)
 {
-    const uint32_t tile_bytes = kvpc_tile_bytes(job);
+    const uint32_t strip_bytes = kvpc_strip_bytes(job);
     const kvpc_fragment *const f = job->list.fragments;
     uint32_t longest = 0;
     uint64_t sum = 0;
@@ -4761,11 +4767,11 @@ static bool kvpc_is_alike_enough(const kvpc_unpack_job *job, uint64_t *tiles)
         const uint32_t bytes = (uint32_t)f[i].bytes;
         longest = bytes > longest ? bytes : longest, sum += bytes;
     }
-    *tiles = (job->lead + longest + tile_bytes - 1) / tile_bytes;
-    return job->left * (*tiles - 1) <= 2 * sum / tile_bytes;
+    *strips = (job->lead + longest + strip_bytes - 1) / strip_bytes;
+    return job->left * (*strips - 1) <= 2 * sum / strip_bytes;
 }
 
-/* As few threads copy a tile as can copy a fragment at once, at most a warp. */
+/* As few threads copy a strip as can copy a fragment at once, at most a warp. */
 static void kvpc_plan_unpack(kvpc_unpack_job *job)
 {
     const uint64_t any_bytes = job->bytes.any, direct = kvpc_direct_bytes;
@@ -4779,22 +4785,23 @@ static void kvpc_plan_unpack(kvpc_unpack_job *job)
     job->aligned = (src | src_steps | dst | dst_steps | any_bytes) % 16 == 0;
     job->lead = dst_steps % 16 ? 15 : (uint32_t)(dst % 16);
     job->small = job->even && job->aligned && most <= kvpc_small_bytes && !job->zeros;
-    /* Threads for a whole tile take kvpc_aligned_loads words each, those of a small fragment one. */
+    /* Threads for a whole strip take kvpc_aligned_loads words each, those of a small fragment one. */
     const uint64_t wanted = job->small ? kvpc_aligned_loads * most : job->lead + most;
-    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_tile_bytes(job) < wanted;)
+    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_strip_bytes(job) < wanted;)
         h->lanes_shift++;
-    uint64_t tiles = (job->lead + most + kvpc_tile_bytes(job) - 1) / kvpc_tile_bytes(job);
-    h->each = job->even || tiles == 1 || kvpc_is_alike_enough(job, &tiles) ? (uint32_t)tiles : 0;
+    uint64_t strips = (job->lead + most + kvpc_strip_bytes(job) - 1) / kvpc_strip_bytes(job);
+    h->each = job->even || strips == 1 || kvpc_is_alike_enough(job, &strips) ? (uint32_t)strips : 0;
     kvpc_plan_records(job);
 }
 
 /* Returns how many fragments fit parameters of params_bytes. */
 static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
 {
-    const uint64_t room = params_bytes - sizeof *h - 32; /* 15 before the first tiles, 8 for the table's last entries */
-    const uint64_t tile = h->each ? 0 : sizeof(uint32_t), stored = h->record_bytes + tile;
+    const uint64_t room =
+        params_bytes - sizeof *h - 32; /* 15 before the first strips, 8 for the table's last entries */
+    const uint64_t strip = h->each ? 0 : sizeof(uint32_t), stored = h->record_bytes + strip;
     const uint64_t most = ((uint64_t)1 << 30) / (h->each ? h->each : 1);
-    const uint64_t fit = stored ? kvpc_table_share * room / (kvpc_table_share * stored + tile) : most;
+    const uint64_t fit = stored ? kvpc_table_share * room / (kvpc_table_share * stored + strip) : most;
     return fit < most ? fit : most;
 }
 
@@ -4834,30 +4841,30 @@ static void kvpc_store_apart(char *to, const kvpc_unpack *h, kvpc_shifts by, con
     }
 }
 
-/* Returns the first tile of the next fragment. tile_bytes is a template parameter because a division takes long. */
-template <uint32_t tile_bytes>
-static uint32_t kvpc_store_tiles(uint32_t *to, const kvpc_fragment *f, uint64_t count, uint32_t tile, uint32_t lead)
+/* Returns the first strip of the next fragment. strip_bytes is a template parameter because a division takes long. */
+template <uint32_t strip_bytes>
+static uint32_t kvpc_store_strips(uint32_t *to, const kvpc_fragment *f, uint64_t count, uint32_t strip, uint32_t lead)
 {
     for (uint64_t i = 0; i < count; i++) {
-        to[i] = tile;
-        tile += ((uint32_t)f[i].bytes + lead + tile_bytes - 1) / tile_bytes;
+        to[i] = strip;
+        strip += ((uint32_t)f[i].bytes + lead + strip_bytes - 1) / strip_bytes;
     }
-    return tile;
+    return strip;
 }
 
-/* Each fragment takes the first entry that its tiles reach, then the entries that none took are filled: a branch on the
+/* Each fragment takes the first entry that its strips reach, then the entries that none took are filled: a branch on the
    sizes would be mispredicted. */
 static void kvpc_store_table(kvpc_unpack *h, uint32_t *data)
 {
-    const uint32_t *const first_tile = data + h->first_tile;
+    const uint32_t *const first_strip = data + h->first_strip;
     uint32_t *const table = data + h->table;
     h->table_shift = 0;
-    while (h->tiles >> h->table_shift > h->count / kvpc_table_share)
+    while (h->strips >> h->table_shift > h->count / kvpc_table_share)
         h->table_shift++;
-    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, entries = (h->tiles + up) >> shift;
+    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, entries = (h->strips + up) >> shift;
     memset(table, 0, entries * sizeof *table);
     for (uint32_t i = 0; i < h->count; i++)
-        table[(first_tile[i] + up) >> shift] = i;
+        table[(first_strip[i] + up) >> shift] = i;
     for (uint32_t k = 1; k < entries; k++)
         table[k] = table[k] > table[k - 1] ? table[k] : table[k - 1];
     table[entries] = h->count - 1;
@@ -4870,18 +4877,18 @@ static void kvpc_set_base(kvpc_numbers *numbers, uint64_t first)
 }
 
 /* Stores the next h->count fragments. */
-static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
+static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
 {
     const kvpc_shifts by = {job->src.shift, job->dst.shift,  job->bytes.shift, h->dst.shift,
                             h->bytes.shift, job->src.common, job->dst.common};
     const uint32_t bytes = h->record_bytes;
-    uint32_t tiles = h->count * h->each;
-    h->first_tile = (h->count * bytes + 15) / 4; /* up to 12 bytes are read from a record's first one on */
-    h->table = h->first_tile + h->count;
+    uint32_t strips = h->count * h->each;
+    h->first_strip = (h->count * bytes + 15) / 4; /* up to 12 bytes are read from a record's first one on */
+    h->table = h->first_strip + h->count;
     for (uint64_t at = 0, count; at < h->count; at += count) {
         count = h->count - at < kvpc_host_chunk ? h->count - at : (uint64_t)kvpc_host_chunk;
         const kvpc_fragment *const f = kvpc_take(job, &count);
-        uint32_t *const first_tile = data + h->first_tile + at;
+        uint32_t *const first_strip = data + h->first_strip + at;
         if (at == 0) {
             kvpc_set_base(&h->src, job->src.base + f->src_offset);
             kvpc_set_base(&h->dst, job->dst.base + f->dst_offset);
@@ -4897,21 +4904,22 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
         else if (bytes)
             kvpc_store_records<false>(to, bytes, by, f, count);
         if (!h->each) /* then lanes_shift is 5 */
-            tiles = job->aligned ? kvpc_store_tiles<512 * kvpc_aligned_loads>(first_tile, f, count, tiles, job->lead)
-                                 : kvpc_store_tiles<512 * kvpc_bytes_loads>(first_tile, f, count, tiles, job->lead);
+            strips = job->aligned
+                         ? kvpc_store_strips<512 * kvpc_aligned_loads>(first_strip, f, count, strips, job->lead)
+                         : kvpc_store_strips<512 * kvpc_bytes_loads>(first_strip, f, count, strips, job->lead);
         h->last_bytes = (uint32_t)f[count - 1].bytes;
     }
-    h->tiles = tiles;
+    h->strips = strips;
     if (!h->each)
         kvpc_store_table(h, data);
 }
 
-/* One tile for each group of threads. If there are many, two: half as many blocks are started sooner. */
+/* One strip for each group of threads. If there are many, two: half as many blocks are started sooner. */
 static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, const kvpc_unpack *h, uint32_t threads, uint32_t max_sms)
 {
     enum { many_blocks = 768 };
     const uint32_t groups = threads >> h->lanes_shift, each = job->small ? kvpc_small_fragments * groups : groups;
-    const uint32_t all = job->small ? h->count : h->tiles, blocks = all / each + (all % each != 0);
+    const uint32_t all = job->small ? h->count : h->strips, blocks = all / each + (all % each != 0);
     if (max_sms > 0)
         return blocks < max_sms ? blocks : max_sms;
     return job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2;
@@ -4930,7 +4938,7 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     const uint64_t fit = kvpc_fragments_in(&job->head, params_bytes);
     *h = job->head;
     h->count = (uint32_t)(job->left < fit ? job->left : fit);
-    kvpc_encode(job, h, p.n32);
+    kvpc_write_records(job, h, p.n32);
     job->left -= h->count;
     h->wait = !job->started && launch.pdl;
     h->wait_last = job->started && job->overlap;
@@ -4987,8 +4995,7 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
         const void *const src = (const void *)(uintptr_t)(job->list.src + job->src.first);
         if (bytes < by_cuda && !job->zeros)
             return kvpc_unpack_one(job, bytes);
-        if (bytes >= by_cuda &&
-            (job->zeros ? kvpc_set_zeros(call, dst, bytes) : kvpc_copy_rows(call, dst, 0, src, 0, (int64_t)bytes, 1)))
+        if (bytes >= by_cuda && kvpc_copy_rows(call, dst, 0, src, 0, (int64_t)bytes, 1))
             return KVPRIM_OK;
     }
     kvpc_plan_unpack(job);
@@ -5037,38 +5044,58 @@ static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list
     return check(desc);
 }
 
-/* No GPU has an address that high, and bit 63 of one would not be stored. Empty items may have any: a survey that joins
-   items leaves them out. */
-static kvprim_status kvpc_check_high(kvpc_unpack_job *job, const kvprim_copy_desc *d)
+/* KVPRIM_DEBUG: see kvpc_check_bytes. */
+static kvprim_status kvpc_check_ends(const char *function, kvpc_unpack_job *, const kvprim_unpack_desc *d)
 {
-    if ((job->src.any | job->dst.any | job->bytes.any) >> 62 == 0)
-        return KVPRIM_OK;
-    for (size_t i = 0; i < d->count; i++)
-        if (d->items[i].bytes && ((uintptr_t)d->items[i].src | (uintptr_t)d->items[i].dst | d->items[i].bytes) >> 62)
-            return kvprim_fail(KVPRIM_ERROR_SIZE,
-                               "kvprim_cuda_copy: items[%llu] (src %p, dst %p, %llu bytes) lies past "
-                               "2^62, where no GPU has memory",
-                               (unsigned long long)i, d->items[i].src, d->items[i].dst,
-                               (unsigned long long)d->items[i].bytes);
-    kvpc_survey(job, true);
-    return KVPRIM_OK;
+    KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
+    return kvpc_check_bytes(function, "src", d->src, d->src_bytes);
 }
 
-/* KVPRIM_DEBUG: the GPU can reach both ends of each item. */
-static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_desc *d)
+/* No GPU has an address of 2^62 or more, and bit 63 of one would not be stored. Empty items may have any: a survey that
+   joins items leaves them out. KVPRIM_DEBUG: the GPU can reach both ends of each item. */
+static kvprim_status kvpc_check_ends(const char *function, kvpc_unpack_job *job, const kvprim_copy_desc *d)
 {
+    const bool high = (job->src.any | job->dst.any | job->bytes.any) >> 62 != 0;
+    for (size_t i = 0; high && i < d->count; i++)
+        if (d->items[i].bytes && ((uintptr_t)d->items[i].src | (uintptr_t)d->items[i].dst | d->items[i].bytes) >> 62)
+            return kvprim_fail(KVPRIM_ERROR_SIZE,
+                               "%s: items[%llu] (src %p, dst %p, %llu bytes) lies past 2^62, where no GPU has memory",
+                               function, (unsigned long long)i, d->items[i].src, d->items[i].dst,
+                               (unsigned long long)d->items[i].bytes);
+    if (high)
+        kvpc_survey(job, true);
 #if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
-    for (size_t i = 0; i < d->count; i++)
-        for (int side = 0; side < 2; side++) {
-            char name[40];
-            snprintf(name, sizeof name, "items[%llu].%s", (unsigned long long)i, side ? "src" : "dst");
-            KVPRIM_TRY(kvpc_check_bytes(function, name, side ? d->items[i].src : d->items[i].dst, d->items[i].bytes));
-        }
-#else
-    (void)function, (void)d;
+    for (size_t i = 0; i < 2 * d->count; i++) {
+        const kvprim_copy_item &item = d->items[i / 2];
+        char name[40];
+        snprintf(name, sizeof name, "items[%llu].%s", (unsigned long long)(i / 2), i % 2 ? "src" : "dst");
+        KVPRIM_TRY(kvpc_check_bytes(function, name, i % 2 ? item.src : item.dst, item.bytes));
+    }
 #endif
     return KVPRIM_OK;
 }
+
+/* Unpacks or copies: `check` is the function of kvprim.h that checks the descriptor. */
+template <class Desc>
+static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvprim_status (*check)(const Desc *),
+                                     const kvprim_cuda_launch *launch)
+{
+    if (!desc)
+        return kvpc_fail_check(check(desc));
+    const Desc d = *desc;
+    kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
+    if (d.count == 0)
+        return KVPRIM_OK;
+    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, check);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
+    KVPRIM_TRY(kvpc_check_ends(function, &job, &d));
+    return kvpc_unpack_fragments(&call, &job);
+}
+
+/* >>impl_meta_host ------------------------------------------------------------------------------------------------- */
 
 /* As many blocks as full buffers keep busy, and so few that all run at once. They have to read all descriptors of their
    range. In the host's memory this is slow, and the slower, the more multiprocessors read: 1,024 take 12.5 us by 32
@@ -5106,6 +5133,25 @@ static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_me
     p.ranges = kvpc_divisor_of(ranges);
     return kvpc_start(call, kvpc_meta_kernel, blocks, threads, p);
 }
+
+#else
+static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *)
+{
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: compiled with KVPRIM_NO_UNPACK", call->function);
+}
+
+template <class Desc>
+static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvprim_status (*check)(const Desc *),
+                                     const kvprim_cuda_launch *launch)
+{
+    const kvprim_status status = check(desc);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
+    return desc->count == 0 ? KVPRIM_OK : kvpc_run_meta(&call, NULL);
+}
+#endif
 
 /* KVPRIM_DEBUG: see kvpc_check_bytes. Without it, ordinary host memory is found where descriptors and count lie. */
 static kvprim_status kvpc_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
@@ -5456,20 +5502,7 @@ KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, co
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_unpack");
-    if (!desc)
-        return kvpc_fail_check(kvprim_unpack_check(desc));
-    const kvprim_unpack_desc d = *desc;
-    kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
-    if (d.count == 0)
-        return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, kvprim_unpack_check);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
-    kvpc_call call;
-    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack", launch));
-    KVPRIM_TRY(kvpc_check_bytes(call.function, "dst", d.dst, d.dst_bytes));
-    KVPRIM_TRY(kvpc_check_bytes(call.function, "src", d.src, d.src_bytes));
-    return kvpc_unpack_fragments(&call, &job);
+    return kvpc_run_unpack("kvprim_cuda_unpack", desc, kvprim_unpack_check, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc, const kvprim_cuda_launch *launch)
@@ -5489,20 +5522,7 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *
 KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_copy");
-    if (!desc)
-        return kvpc_fail_check(kvprim_copy_check(desc));
-    const kvprim_copy_desc d = *desc;
-    kvpc_unpack_job job;
-    if (d.count == 0)
-        return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, kvprim_copy_check);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
-    kvpc_call call;
-    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_copy", launch));
-    KVPRIM_TRY(kvpc_check_high(&job, &d));
-    KVPRIM_TRY(kvpc_check_items(call.function, &d));
-    return kvpc_unpack_fragments(&call, &job);
+    return kvpc_run_unpack("kvprim_cuda_copy", desc, kvprim_copy_check, launch);
 }
 
 #undef KVPRIM_TRY

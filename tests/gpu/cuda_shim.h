@@ -317,18 +317,11 @@ static bool kvpc_copy_rows(const Call *, void *dst, int64_t dst_stride, const vo
     if (kvprim_emulate_refuse)
         return false;
     gridDim = dim3(1);
-    for (int64_t r = 0; r < rows && !kvprim_emulate_idle; r++)
+    if (!src)
+        memset(dst, 0, size_t(row_bytes));
+    for (int64_t r = 0; r < rows && src && !kvprim_emulate_idle; r++)
         memcpy(static_cast<char *>(dst) + r * dst_stride, static_cast<const char *>(src) + r * src_stride,
                size_t(row_bytes));
-    kvprim_emulate_copies++;
-    return true;
-}
-
-template <class Call> static bool kvpc_set_zeros(const Call *, void *dst, uint64_t bytes)
-{
-    if (kvprim_emulate_refuse)
-        return false;
-    memset(dst, 0, size_t(bytes));
     kvprim_emulate_copies++;
     return true;
 }

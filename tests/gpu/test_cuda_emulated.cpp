@@ -1331,7 +1331,7 @@ static void test_copy_launches()
         CHECK(noted.size() == 1 && noted[0].record_bytes <= 8 && !noted[0].apart);
 }
 
-/* Fragments of so many tiles each, and the table of them, in as much memory as kvpc_fragments_in gives it. */
+/* Fragments of so many strips each, and the table of them, in as much memory as kvpc_fragments_in gives it. */
 static void one_table(const std::vector<uint32_t> &tiles)
 {
     const uint32_t count = uint32_t(tiles.size());
@@ -1339,16 +1339,16 @@ static void one_table(const std::vector<uint32_t> &tiles)
     uint32_t *const data = static_cast<uint32_t *>(malloc(room * sizeof *data));
     kvpc_unpack h = {};
     h.count = h.table = count;
-    for (uint32_t i = 0; data && i < count; h.tiles += tiles[i++])
-        data[i] = h.tiles;
+    for (uint32_t i = 0; data && i < count; h.strips += tiles[i++])
+        data[i] = h.strips;
     kvpc_store_table(&h, data);
-    const uint32_t places = uint32_t((h.tiles + (uint64_t(1) << h.table_shift) - 1) >> h.table_shift);
+    const uint32_t places = uint32_t((h.strips + (uint64_t(1) << h.table_shift) - 1) >> h.table_shift);
     CHECK(h.table + places < room && data[h.table + places] == count - 1);
     for (uint32_t k = 0, i = 0; k < places; k++) {
         while (i + 1 < count && data[i + 1] <= k << h.table_shift)
             i++;
         if (data[h.table + k] != i)
-            fail("table of %u fragments, %u tiles: number %u is %u, not %u", count, h.tiles, k, data[h.table + k], i);
+            fail("table of %u fragments, %u strips: number %u is %u, not %u", count, h.strips, k, data[h.table + k], i);
     }
     free(data);
 }

@@ -26,8 +26,8 @@ from profile import need  # noqa: E402
 
 ARCH = 'sm_90'
 # Header, and the switches that it is compiled with.
-WEIGHED = [('kvprim_cuda.cuh', ''), ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT'), ('kvprim_nccl.h', ''),
-           ('kvprim_nccl.h', '-DKVPRIM_NO_KERNELS')]
+WEIGHED = [('kvprim_cuda.cuh', ''), ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT'),
+           ('kvprim_cuda.cuh', '-DKVPRIM_NO_UNPACK'), ('kvprim_nccl.h', ''), ('kvprim_nccl.h', '-DKVPRIM_NO_KERNELS')]
 MACROS = {'kvprim_cuda.cuh': 'KVPRIM_IMPLEMENTATION', 'kvprim_nccl.h': 'KVPRIM_NCCL_IMPLEMENTATION'}  # kvprim.h once
 PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # The most that a header may have: lines, kernels and KB of code for sm_90 by nvcc 13.0, which is what it has. A change
