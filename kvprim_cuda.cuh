@@ -1394,17 +1394,6 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
    options (--use_fast_math) change what C's operators do. What has no instruction takes the functions of kvprim.h. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* PTX packs two numbers of 16 bits from sm_80 on, and integers from sm_72 on. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-#define KVPRIM_PTX_F16X2
-#endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 720
-#define KVPRIM_PTX_PACK
-#endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-#define KVPRIM_PTX_XORSIGN
-#endif
-
 /* Keeps code that seldom runs out of the way. */
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_UNLIKELY(condition) __builtin_expect(condition, 0)
@@ -1412,18 +1401,45 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
 #define KVPRIM_UNLIKELY(condition) (condition)
 #endif
 
+/* An operation on fp32: in PTX, and elsewhere as kvprim.h has it. */
+#ifdef __CUDA_ARCH__
+#define KVPRIM_OPERATION(ptx, a, b, on_host)                                                                           \
+    float r;                                                                                                           \
+    asm(ptx : "=f"(r) : "f"(a), "f"(b));                                                                               \
+    return r
+#else
+#define KVPRIM_OPERATION(ptx, a, b, on_host) return on_host
+#endif
+
 KVPRIM_DEVICE float kvpc_mul(float a, float b)
 {
-#ifdef __CUDA_ARCH__
-    float c;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-#else
-    return kvpi_product(a, b);
-#endif
+    KVPRIM_OPERATION("mul.rn.f32 %0, %1, %2;", a, b, kvpi_product(a, b));
+}
+
+KVPRIM_DEVICE float kvpc_divide_exactly(float a, float b)
+{
+    KVPRIM_OPERATION("div.rn.f32 %0, %1, %2;", a, b, kvpi_quotient(a, b));
+}
+
+KVPRIM_DEVICE float kvpc_reciprocal(float a)
+{
+    KVPRIM_OPERATION("rcp.rn.f32 %0, %1;", a, a, kvpi_quotient(1, a));
+}
+
+/* The larger of a and |b|; a if b is NaN. */
+KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
+{
+    KVPRIM_OPERATION("{.reg .f32 m; abs.f32 m, %2; max.f32 %0, %1, m;}", a, b,
+                     kvpi_float_of(kvpi_tile_most(kvpi_bits_of(a), b)));
 }
 
 #ifdef __CUDA_ARCH__
+/* 1 / a, within a unit of the last place; of 0 infinity, and of infinity 0. */
+KVPRIM_DEVICE float kvpc_near_reciprocal(float a)
+{
+    KVPRIM_OPERATION("rcp.approx.ftz.f32 %0, %1;", a, a, );
+}
+
 /* a * b + c, rounded once. */
 KVPRIM_DEVICE float kvpc_fma(float a, float b, float c)
 {
@@ -1431,51 +1447,7 @@ KVPRIM_DEVICE float kvpc_fma(float a, float b, float c)
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
     return d;
 }
-
-/* 1 / a, within a unit of the last place; of 0 infinity, and of infinity 0. */
-KVPRIM_DEVICE float kvpc_near_reciprocal(float a)
-{
-    float b;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(b) : "f"(a));
-    return b;
-}
 #endif
-
-/* 1 / a in fp32. */
-KVPRIM_DEVICE float kvpc_reciprocal(float a)
-{
-#ifdef __CUDA_ARCH__
-    float b;
-    asm("rcp.rn.f32 %0, %1;" : "=f"(b) : "f"(a));
-    return b;
-#else
-    return kvpi_quotient(1, a);
-#endif
-}
-
-/* The larger of a and |b|; a if b is NaN. */
-KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
-{
-#ifdef __CUDA_ARCH__
-    float c;
-    asm("{.reg .f32 m; abs.f32 m, %2; max.f32 %0, %1, m;}" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-#else
-    return kvpi_float_of(kvpi_tile_most(kvpi_bits_of(a), b));
-#endif
-}
-
-/* Correctly rounded, as C's is without options. */
-KVPRIM_DEVICE float kvpc_divide_exactly(float a, float b)
-{
-#ifdef __CUDA_ARCH__
-    float c;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-#else
-    return kvpi_quotient(a, b);
-#endif
-}
 
 /* What divides elements by a scale that many of them share, or multiplies them by it. */
 typedef struct kvpc_factor {
@@ -1614,14 +1586,14 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float
     if (type == KVPRIM_F8E4M3 || type == KVPRIM_F8E5M2)
         word = kvpi_to_f8x4(type, x);
     else
-#ifdef KVPRIM_PTX_F16X2
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
         if (type == KVPRIM_F16)
         asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(x[0]), "f"(x[1]));
     else if (type == KVPRIM_BF16)
         asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(x[0]), "f"(x[1]));
     else
 #endif
-#ifdef KVPRIM_PTX_PACK
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 720
         if (type == KVPRIM_INT8) { /* NaN becomes 0, and -128 is no value */
         int32_t i[4];
         for (uint32_t k = 0; k < 4; k++)
@@ -1671,7 +1643,7 @@ template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t
 template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_most(uint32_t a, uint32_t b)
 {
     uint32_t most = 0;
-#ifdef KVPRIM_PTX_XORSIGN
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
     if (type == KVPRIM_BF16)
         asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
     else if (type == KVPRIM_F16)
@@ -4316,11 +4288,6 @@ static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_
     }
 }
 
-static uint32_t kvpc_shift_of(int64_t bytes)
-{
-    return bytes == 4 ? 2 : bytes == 2 ? 1 : 0;
-}
-
 /* The layout of a side in elements. *wide becomes false unless eight of them are aligned wherever a layer is. */
 static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t shift, uint32_t mask, bool *wide)
 {
@@ -4338,8 +4305,8 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
     kvpc_change c = {};
     c.quantises = kvpi_is_quantised(to.dtype) != 0;
     const kvprim_format *const f = c.quantises ? &to : &from;
-    c.dst_type = (uint32_t)to.dtype, c.dst_shift = kvpc_shift_of(kvpi_dtype_bytes(to.dtype));
-    c.src_type = (uint32_t)from.dtype, c.src_shift = kvpc_shift_of(kvpi_dtype_bytes(from.dtype));
+    c.dst_type = (uint32_t)to.dtype, c.dst_shift = (uint32_t)kvpi_dtype_bytes(to.dtype) / 2;
+    c.src_type = (uint32_t)from.dtype, c.src_shift = (uint32_t)kvpi_dtype_bytes(from.dtype) / 2;
     c.dst_mask = c.dst_shift == 0 ? 7 : 15, c.src_mask = c.src_shift == 0 ? 7 : 15;
     c.elements = (uint64_t)m->row_bytes >> c.src_shift;
     bool wide = true;
