@@ -3682,17 +3682,12 @@ static bool kvpc_is_narrow(const kvprim_move *m, int64_t rows)
            in_row * (uint64_t)rows < most / (uint64_t)m->layers;
 }
 
-/* As many rows and layers at a time as a launch's parameters hold. Layers take half of them if there are rows, too, and
-   only rows take more than kvpc_few_params. */
-static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m)
+/* Starts a move with as many rows and layers at a time as `room` words of a launch's parameters hold. Layers take half
+   of them if there are rows, too. */
+template <class Start> static kvprim_status kvpc_run_slices(const kvprim_move *m, int64_t room, const Start &start)
 {
-    const int64_t few_room = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
-    const int64_t more_room = kvpc_listed<kvpc_more_params>::room - kvpc_first_word;
     const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
     const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
-    const int64_t most_in = kvpc_listed<kvpc_most_params>::room / (of_row ? of_row : 1);
-    const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
-    const int64_t room = narrow && of_row ? kvpc_listed<kvpc_most_params>::room - kvpc_first_word : few_room;
     const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
     kvpc_slice s = {0, 0, 0, 0};
     for (; s.layer < m->layers; s.layer += s.layers) {
@@ -3700,15 +3695,28 @@ static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m
         const int64_t in_layers = of_layer * s.layers, most_rows = of_row ? (room - in_layers) / of_row : m->count;
         for (s.row = 0; s.row < m->count; s.row += s.rows) {
             s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
-            const int64_t words = in_layers + of_row * s.rows;
-            KVPRIM_TRY(!narrow              ? kvpc_start_many_listed(call, m, &s)
-                       : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, &s)
-                       : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, &s)
-                       : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, &s)
-                                            : kvpc_start_listed<kvpc_most_params>(call, m, &s));
+            KVPRIM_TRY(start(&s, in_layers + of_row * s.rows));
         }
     }
     return KVPRIM_OK;
+}
+
+/* Only rows take more than kvpc_few_params. */
+static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m)
+{
+    const int64_t few_room = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
+    const int64_t more_room = kvpc_listed<kvpc_more_params>::room - kvpc_first_word;
+    const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
+    const int64_t most_in = kvpc_listed<kvpc_most_params>::room / (of_row ? of_row : 1);
+    const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
+    const int64_t room = narrow && of_row ? kvpc_listed<kvpc_most_params>::room - kvpc_first_word : few_room;
+    return kvpc_run_slices(m, room, [&](const kvpc_slice *s, int64_t words) {
+        return !narrow              ? kvpc_start_many_listed(call, m, s)
+               : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, s)
+               : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, s)
+               : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, s)
+                                    : kvpc_start_listed<kvpc_most_params>(call, m, s);
+    });
 }
 
 /* As many moves and layers at a time as a launch's parameters hold. */
@@ -4415,24 +4423,12 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
                : kvpc_start_groups(&start, kvpc_convert_kernel<uint64_t, few>, few, lanes, &p);
 }
 
-/* As kvpc_run_listed does, with parameters of one size: rows of a host's index that convert are few, or of many layers,
-   and then launches take long anyway. */
+/* With parameters of one size: rows of a host's index that convert are few, or of many layers, and then launches take
+   long anyway. */
 static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
 {
-    const int64_t room = kvpc_converted_rows::room - kvpc_first_word;
-    const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
-    const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
-    const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
-    kvpc_slice s = {0, 0, 0, 0};
-    for (; s.layer < m->layers; s.layer += s.layers) {
-        s.layers = m->layers - s.layer < most_layers ? m->layers - s.layer : (int32_t)most_layers;
-        const int64_t most_rows = of_row ? (room - of_layer * s.layers) / of_row : m->count;
-        for (s.row = 0; s.row < m->count; s.row += s.rows) {
-            s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
-            KVPRIM_TRY(kvpc_start_conversion(call, m, &s));
-        }
-    }
-    return KVPRIM_OK;
+    return kvpc_run_slices(m, kvpc_converted_rows::room - kvpc_first_word,
+                           [&](const kvpc_slice *s, int64_t) { return kvpc_start_conversion(call, m, s); });
 }
 
 /* Each move by itself: those that convert by the kernels of plain rows, if these can, or as above; others as ever. */
@@ -4480,7 +4476,7 @@ enum {
 #define KVPRIM_MAY_ALIAS
 #endif
 typedef struct KVPRIM_MAY_ALIAS kvpc_fragment {
-    uint64_t src_offset, dst_offset, bytes;
+    uint64_t src, dst, bytes;
 } kvpc_fragment;
 #undef KVPRIM_MAY_ALIAS
 static_assert(sizeof(kvpc_fragment) == sizeof(kvprim_fragment) && sizeof(kvpc_fragment) == sizeof(kvprim_copy_item) &&
@@ -4492,7 +4488,7 @@ static_assert(sizeof(kvpc_fragment) == sizeof(kvprim_fragment) && sizeof(kvpc_fr
 typedef struct kvpc_list {
     const kvpc_fragment *fragments;
     uint64_t count, src, src_bytes, dst, dst_bytes;
-    bool addresses; /* a copy: src and dst are 0, and so is src_offset of zeros */
+    bool addresses; /* a copy: src and dst are 0, and so is the fragment's src of zeros */
 } kvpc_list;
 
 /* One of the three numbers that make a fragment. If differ is 0, fragment i has first + i * step. */
@@ -4523,9 +4519,8 @@ typedef struct kvpc_unpack_job {
 /* Whether one fragment begins where another one ends, on both sides. Zeros follow zeros. */
 static bool kvpc_joins(const kvpc_unpack_job *job, const kvpc_fragment &a, const kvpc_fragment &b)
 {
-    const bool sources = job->zeros && (!a.src_offset || !b.src_offset) ? a.src_offset == b.src_offset
-                                                                        : b.src_offset - a.src_offset == a.bytes;
-    return sources && b.dst_offset - a.dst_offset == a.bytes;
+    const bool sources = job->zeros && (!a.src || !b.src) ? a.src == b.src : b.src - a.src == a.bytes;
+    return sources && b.dst - a.dst == a.bytes;
 }
 
 /* Joins adjacent fragments, leaves out empty ones and cuts long ones. Returns how many that makes, at most `most`. */
@@ -4545,8 +4540,8 @@ static uint64_t kvpc_merge(kvpc_unpack_job *job, uint64_t most)
         if (run.bytes == 0)
             break;
         const uint64_t bytes = run.bytes < kvpc_most_bytes ? run.bytes : (uint64_t)kvpc_most_bytes;
-        job->merged[n] = kvpc_fragment{run.src_offset, run.dst_offset, bytes};
-        run.src_offset += job->zeros && !run.src_offset ? 0 : bytes, run.dst_offset += bytes, run.bytes -= bytes;
+        job->merged[n] = kvpc_fragment{run.src, run.dst, bytes};
+        run.src += job->zeros && !run.src ? 0 : bytes, run.dst += bytes, run.bytes -= bytes;
     }
     job->next = next, job->rest = run;
     return n;
@@ -4585,9 +4580,9 @@ static kvpc_seen kvpc_see(kvpc_seen s, const kvpc_list *l, const kvpc_fragment *
 {
     const uint64_t src_bytes = l->src_bytes, dst_bytes = l->dst_bytes;
     for (uint64_t i = 0; i < count; i++) {
-        const uint64_t src = f[i].src_offset, dst = f[i].dst_offset, bytes = f[i].bytes;
-        s.any.src_offset |= src, s.any.dst_offset |= dst, s.any.bytes |= bytes;
-        s.all.src_offset &= src, s.all.dst_offset &= dst, s.all.bytes &= bytes;
+        const uint64_t src = f[i].src, dst = f[i].dst, bytes = f[i].bytes;
+        s.any.src |= src, s.any.dst |= dst, s.any.bytes |= bytes;
+        s.all.src &= src, s.all.dst &= dst, s.all.bytes &= bytes;
         s.past |= (src_bytes - (src + bytes)) | (dst_bytes - (dst + bytes));
         s.longer |= kvpc_direct_bytes - bytes;
         if (addresses)
@@ -4602,7 +4597,7 @@ static uint64_t kvpc_off_line(const kvpc_fragment *f, uint64_t count, uint64_t f
 {
     uint64_t off = 0;
     for (uint64_t i = 0; i < count; i++, first += step)
-        off |= (in_src ? f[i].src_offset : f[i].dst_offset) ^ first;
+        off |= (in_src ? f[i].src : f[i].dst) ^ first;
     return off;
 }
 
@@ -4614,9 +4609,9 @@ static kvpc_column kvpc_column_of(uint64_t first, uint64_t step, uint64_t any, u
 /* Whether the buffers lie apart; of a copy, whether what the bits of all addresses leave room for does. */
 static bool kvpc_is_apart(const kvpc_list *l, const kvpc_seen &s)
 {
-    const uint64_t src = l->addresses ? s.all.src_offset : l->src, dst = l->addresses ? s.all.dst_offset : l->dst;
-    const uint64_t src_bytes = l->addresses ? s.any.src_offset - src + s.any.bytes : l->src_bytes;
-    const uint64_t dst_bytes = l->addresses ? s.any.dst_offset - dst + s.any.bytes : l->dst_bytes;
+    const uint64_t src = l->addresses ? s.all.src : l->src, dst = l->addresses ? s.all.dst : l->dst;
+    const uint64_t src_bytes = l->addresses ? s.any.src - src + s.any.bytes : l->src_bytes;
+    const uint64_t dst_bytes = l->addresses ? s.any.dst - dst + s.any.bytes : l->dst_bytes;
     const uint64_t to_list = dst - (uintptr_t)l->fragments, to_src = dst - src;
     return to_list >= l->count * sizeof *l->fragments && 0 - to_list >= dst_bytes && to_src >= src_bytes &&
            0 - to_src >= dst_bytes;
@@ -4633,31 +4628,27 @@ template <bool addresses> static void kvpc_survey_all(kvpc_unpack_job *job)
     for (const kvpc_fragment *f = kvpc_take(job, &count); count > 0; f = kvpc_take(job, &count)) {
         if (job->left == 0) {
             first = f[0];
-            step.src_offset = f[count > 1].src_offset - first.src_offset;
-            step.dst_offset = f[count > 1].dst_offset - first.dst_offset;
+            step.src = f[count > 1].src - first.src;
+            step.dst = f[count > 1].dst - first.dst;
         }
-        if (!off.src_offset)
-            off.src_offset =
-                kvpc_off_line<true>(f, count, first.src_offset + job->left * step.src_offset, step.src_offset);
-        if (!off.dst_offset)
-            off.dst_offset =
-                kvpc_off_line<false>(f, count, first.dst_offset + job->left * step.dst_offset, step.dst_offset);
+        if (!off.src)
+            off.src = kvpc_off_line<true>(f, count, first.src + job->left * step.src, step.src);
+        if (!off.dst)
+            off.dst = kvpc_off_line<false>(f, count, first.dst + job->left * step.dst, step.dst);
         before = kvpc_see<addresses>(seen, &job->list, f, count - 1);
         seen = kvpc_see<addresses>(before, &job->list, f + count - 1, 1);
         job->left += count, job->last_bytes = f[count - 1].bytes;
-        count = off.src_offset && off.dst_offset ? UINT64_MAX : (uint64_t)kvpc_host_chunk;
+        count = off.src && off.dst ? UINT64_MAX : (uint64_t)kvpc_host_chunk;
     }
     job->next = job->list.fragments, job->rest.bytes = 0; /* for kvpc_write_records */
-    const uint64_t any = seen.any.src_offset | seen.any.dst_offset | seen.any.bytes;
+    const uint64_t any = seen.any.src | seen.any.dst | seen.any.bytes;
     job->fit = seen.past >> 63 == 0 && (any | job->list.src_bytes | job->list.dst_bytes) >> 62 == 0;
     job->apart = kvpc_is_apart(&job->list, seen);
     job->zeros = addresses && seen.zeros >> 63;
     job->longer = seen.longer >> 63;
     job->even = (job->left == 1 || before.any.bytes == before.all.bytes) && job->last_bytes - 1 < first.bytes;
-    job->src =
-        kvpc_column_of(first.src_offset, step.src_offset, seen.any.src_offset, seen.all.src_offset, !off.src_offset);
-    job->dst =
-        kvpc_column_of(first.dst_offset, step.dst_offset, seen.any.dst_offset, seen.all.dst_offset, !off.dst_offset);
+    job->src = kvpc_column_of(first.src, step.src, seen.any.src, seen.all.src, !off.src);
+    job->dst = kvpc_column_of(first.dst, step.dst, seen.any.dst, seen.all.dst, !off.dst);
     job->bytes = kvpc_column_of(first.bytes, 0, seen.any.bytes, seen.all.bytes, job->even);
 }
 
@@ -4782,7 +4773,7 @@ typedef struct kvpc_shifts {
 static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        to[i] = (uint16_t)(f[i].src_offset >> shift);
+        to[i] = (uint16_t)(f[i].src >> shift);
 }
 
 /* Each store writes 8 bytes. The next one, or what follows the records, overwrites those that are too many. `by` and
@@ -4791,8 +4782,8 @@ template <bool common>
 static void kvpc_store_records(char *to, uint32_t bytes, kvpc_shifts by, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++, to += bytes) {
-        const uint64_t src = common ? f[i].src_offset ^ by.src_common : f[i].src_offset;
-        const uint64_t dst = common ? f[i].dst_offset ^ by.dst_common : f[i].dst_offset;
+        const uint64_t src = common ? f[i].src ^ by.src_common : f[i].src;
+        const uint64_t dst = common ? f[i].dst ^ by.dst_common : f[i].dst;
         const uint64_t record = src >> by.src | dst >> by.dst << by.dst_up | f[i].bytes >> by.bytes << by.bytes_up;
         memcpy(to, &record, 8);
     }
@@ -4801,7 +4792,7 @@ static void kvpc_store_records(char *to, uint32_t bytes, kvpc_shifts by, const k
 static void kvpc_store_apart(char *to, const kvpc_unpack *h, kvpc_shifts by, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++, to += h->record_bytes) {
-        const uint64_t src = f[i].src_offset >> by.src, dst = f[i].dst_offset >> by.dst, bytes = f[i].bytes >> by.bytes;
+        const uint64_t src = f[i].src >> by.src, dst = f[i].dst >> by.dst, bytes = f[i].bytes >> by.bytes;
         memcpy(to, &src, 8);
         memcpy(to + h->dst.at, &dst, 8);
         memcpy(to + h->bytes.at, &bytes, 8);
@@ -4857,8 +4848,8 @@ static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *d
         const kvpc_fragment *const f = kvpc_take(job, &count);
         uint32_t *const first_strip = data + h->first_strip + at;
         if (at == 0) {
-            kvpc_set_base(&h->src, job->src.base + f->src_offset);
-            kvpc_set_base(&h->dst, job->dst.base + f->dst_offset);
+            kvpc_set_base(&h->src, job->src.base + f->src);
+            kvpc_set_base(&h->dst, job->dst.base + f->dst);
             kvpc_set_base(&h->bytes, f->bytes);
         }
         char *const to = (char *)data + at * bytes;

@@ -1194,7 +1194,7 @@ static void long_fragments(uint64_t first)
         for (uint64_t i = 0; i < count; i++, pieces++) {
             CHECK(one[i].bytes > 0 && one[i].bytes <= kvpc_most_bytes);
             if (at < large + 13)
-                CHECK(one[i].src_offset == at + first && one[i].dst_offset == at + 9);
+                CHECK(one[i].src == at + first && one[i].dst == at + 9);
             at += one[i].bytes;
         }
     CHECK(at == large + 14 && pieces == job.left);
@@ -1283,8 +1283,8 @@ static void zeros_beside_copy(uint64_t large)
     uint64_t sum = 0, count = 2;
     for (const kvpc_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
         for (uint64_t i = 0; i < count; sum += one[i++].bytes) {
-            CHECK(one[i].src_offset == (sum < large ? 0 : large));
-            CHECK(one[i].dst_offset == (uint64_t(1) << 40) + sum);
+            CHECK(one[i].src == (sum < large ? 0 : large));
+            CHECK(one[i].dst == (uint64_t(1) << 40) + sum);
         }
     CHECK(sum == large + 10);
 }
@@ -1303,7 +1303,7 @@ static void copy_beside_zeros()
     uint64_t sum = 0, count = 2;
     for (const kvpc_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
         for (uint64_t i = 0; i < count; sum += one[i++].bytes)
-            CHECK(one[i].src_offset == (sum < large ? from + sum : 0) && one[i].dst_offset == at + sum);
+            CHECK(one[i].src == (sum < large ? from + sum : 0) && one[i].dst == at + sum);
     CHECK(job.zeros && sum == large + 10);
 }
 
