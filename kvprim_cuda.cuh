@@ -395,11 +395,11 @@ enum {
     kvpc_bytes_lanes = 8,           /* of kvpc_bytes_kernel */
     kvpc_bytes_loads = 3,           /* one more than aligned rows take: they start and end inside a word */
     kvpc_granule_bytes = 32,        /* that memory is written in: see kvpc_fetch_edges */
-    kvpc_few_bytes = 1 << 20,       /* of a table, at most: see kvpc_run_gather and kvpc_run_plain */
+    kvpc_few_bytes = 1 << 20,       /* of a table, at most: see kvpc_loads_of and kvpc_run_plain */
     kvpc_first_bytes = 256 << 10,   /* of all tables, at most: see kvpc_dependence */
     kvpc_some_threads = 64 << 10,   /* of a launch: with more, see kvpc_shape_rows */
     kvpc_many_threads = 128 << 10,  /* of a launch: with more, see kvpc_shape_rows */
-    kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_rows */
+    kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_words */
 };
 
 #ifndef KVPRIM_CUDA_EMULATE               /* see tests/gpu/cuda_shim.h */
@@ -650,6 +650,7 @@ typedef struct kvpc_plain {
     uint32_t block_rows, row_threads;
     uint32_t rows, base;
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
+    uint32_t first, late;              /* pdl is kvpc_trigger_first; kvpc_trigger_late: tests for 0 are shorter */
     uint32_t row_bytes[2];
     kvpc_ends pair[2];
     uint32_t page_magic, page_shift; /* of kvpc_divisor: rows of a page, bytes of a head; 0: there are none */
@@ -659,7 +660,8 @@ typedef struct kvpc_plain {
     uint32_t fetch;          /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
     uint32_t parts, k_parts; /* of a row, as kvpc_bytes_kernel counts them, and of K */
     uint32_t parts_magic, parts_shift;
-    uint32_t gather, pdl; /* for kvpc_bytes_kernel, which has no template for them */
+    uint32_t gather; /* for kvpc_bytes_kernel, which does both */
+    uint32_t pdl;    /* a kvpc_dependence */
 } kvpc_plain;
 
 /* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. If rows
@@ -728,8 +730,8 @@ KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
     return fit == kvpc_paged || fit == kvpc_paged_words;
 }
 
-/* When a kernel lets the next one start, which waits for its end; kvpc_alone: this is no dependent launch. At once is
-   best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late
+/* When a kernel lets the next one start, which waits for its end; kvpc_alone: never, as this is no dependent launch. At once
+   is best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late
    trigger makes stores 2 % faster on average on an H200, 8 % on an H100. */
 enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
 
@@ -746,13 +748,14 @@ KVPRIM_DEVICE void kvpc_place_indexed(const kvpc_plain &p, uint64_t *words, uint
     }
 }
 
-/* The two kernels below, for rows that begin at multiples of 16 bytes:
+/* The two kernels below, for rows that begin at multiples of 16 bytes. Whether a launch is dependent is not a template
+   parameter: waiting where there is nothing to wait for returns at once, and a trigger takes two instructions.
    - row_threads threads move a row, or a part of it. Each moves the word at `at`, and for each further load the word
      row_threads words after it.
    - In the last word of a row with kvpc_tails, only the row's bytes are written, but all 16 are read.
    - All addresses come before the loads, and all loads before the stores. */
 
-template <uint32_t loads, kvpc_fit fit, kvpc_dependence pdl>
+template <uint32_t loads, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
@@ -760,8 +763,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint32_t i, at;
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (pdl != kvpc_alone)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait();
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     const uint32_t step = 16 * p.row_threads, end = p.row_bytes[0];
     uint64_t src[loads], dst[loads];
@@ -771,17 +773,17 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (fit == kvpc_tails && p.fetch && at == 0)
         kvpc_fetch_edges(dst[0], end);
     kvpc_load_words<loads, exact>(v, x.inside, src, step, at, end); /* with the zero fill */
-    if (pdl != kvpc_alone && loads == 1)
+    if (p.late && loads == 1)
         kvpc_pdl_trigger();
     kvpc_store_words<loads, exact, fit == kvpc_tails>(dst, v, step, at, end);
-    if (pdl != kvpc_alone && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
+    if (p.late && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
         kvpc_pdl_trigger();
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
 
 /* tables: 1, or 2 for K and V. */
-template <uint32_t loads, uint32_t tables, kvpc_fit fit, kvpc_dependence pdl>
+template <uint32_t loads, uint32_t tables, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
@@ -789,12 +791,11 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const bool early =
         loads > 1 || !(exact || fit == kvpc_tails); /* without this branch the compiler uses the slot before it loads */
     uint32_t i, at;
-    if (pdl == kvpc_trigger_first)
-        kvpc_pdl_trigger();
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (pdl != kvpc_alone)
-        kvpc_pdl_wait();
+    if (loads == 1 && p.first)
+        kvpc_pdl_trigger();
+    kvpc_pdl_wait();
     const uint32_t step = 16 * p.row_threads;
     uint4 v[tables][loads];
     uint64_t src[loads], dst[tables][loads];
@@ -802,7 +803,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    if (pdl == kvpc_trigger_late) /* after the slot's load it would be compiled to wait for the slot */
+    if (loads == 1 && p.late) /* after the slot's load it would be compiled to wait for the slot */
         kvpc_pdl_trigger();
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     if (early && !x.inside && at == 0)
@@ -2957,21 +2958,6 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
     return parts;
 }
 
-typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
-
-/* Dependent only up to kvpc_many_blocks: a GPU starts less than one dependent block per nanosecond, and so much work
-   gains nothing from an early start. With more rows than gridDim.y counts, gridDim.z counts them by kvpc_grid_rows. */
-static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, kvpc_fit fit, uint32_t parts,
-                                     kvpc_plain_kernel alone, kvpc_plain_kernel dependent)
-{
-    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows);
-    const uint32_t z = rows > UINT16_MAX ? kvpc_parts_of(rows, kvpc_grid_rows) : 1;
-    const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
-    kvpc_call started = *call;
-    started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
-    return kvpc_start(&started, started.launch.pdl ? dependent : alone, blocks, p->block_rows * p->row_threads, *p);
-}
-
 /* The fit of rows of whole words that threads share as kvpc_shape_rows says. */
 static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uint32_t parts)
 {
@@ -2980,52 +2966,47 @@ static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uin
     return paged ? exact ? kvpc_paged : kvpc_paged_words : exact && parts == 1 ? kvpc_exact : kvpc_words;
 }
 
-template <uint32_t loads, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_gather_of(kvpc_fit fit)
+typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
+
+/* The kernels of plain rows: by tables that are stored (0: a gather), loads and fit. */
+#define KVPRIM_EACH_FIT(kernel, ...)                                                                                   \
+    {                                                                                                                  \
+        kernel<__VA_ARGS__, kvpc_exact>, kernel<__VA_ARGS__, kvpc_words>, kernel<__VA_ARGS__, kvpc_tails>,             \
+            kernel<__VA_ARGS__, kvpc_paged>, kernel<__VA_ARGS__, kvpc_paged_words>                                     \
+    }
+static const kvpc_plain_kernel kvpc_plain_kernels[3][2][5] = {
+    {KVPRIM_EACH_FIT(kvpc_gather_kernel, 1), KVPRIM_EACH_FIT(kvpc_gather_kernel, 2)},
+    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 1), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 1)},
+    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 2), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 2)}};
+#undef KVPRIM_EACH_FIT
+
+/* One load per thread and table until there are enough threads to fill the GPU. Then two, of a gather: more in flight
+   gains nothing. Of a store only if all threads fit the GPU at once with two and not with one: that is 5 to 8 % faster.
+   Not in a dependent launch, which then spreads badly over the multiprocessors. */
+static uint32_t kvpc_loads_of(const kvpc_call *call, uint64_t bytes, uint32_t tables)
 {
-    static const kvpc_plain_kernel kernels[] = {
-        kvpc_gather_kernel<loads, kvpc_exact, pdl>, kvpc_gather_kernel<loads, kvpc_words, pdl>,
-        kvpc_gather_kernel<loads, kvpc_tails, pdl>, kvpc_gather_kernel<loads, kvpc_paged, pdl>,
-        kvpc_gather_kernel<loads, kvpc_paged_words, pdl>};
-    return kernels[fit];
+    if (tables == 0)
+        return bytes > kvpc_few_bytes ? 2 : 1;
+    const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
+    return !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
 }
 
-/* One load per thread until there are enough threads to fill the GPU, then two: more in flight gains nothing. */
-static kvprim_status kvpc_run_gather(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
-{
-    const uint32_t loads = (uint64_t)p->count * p->row_bytes[0] > kvpc_few_bytes ? 2 : 1;
-    const uint32_t parts = kvpc_shape_rows(p, loads, 1);
-    const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
-    if (loads == 1)
-        return kvpc_start_rows(call, p, fit, parts, kvpc_gather_of<1, kvpc_alone>(fit),
-                               kvpc_gather_of<1, kvpc_trigger_late>(fit));
-    return kvpc_start_rows(call, p, fit, parts, kvpc_gather_of<2, kvpc_alone>(fit),
-                           kvpc_gather_of<2, kvpc_trigger_late>(fit));
-}
-
-template <uint32_t loads, uint32_t tables, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_store_of(kvpc_fit fit)
-{
-    static const kvpc_plain_kernel kernels[] = {
-        kvpc_store_kernel<loads, tables, kvpc_exact, pdl>, kvpc_store_kernel<loads, tables, kvpc_words, pdl>,
-        kvpc_store_kernel<loads, tables, kvpc_tails, pdl>, kvpc_store_kernel<loads, tables, kvpc_paged, pdl>,
-        kvpc_store_kernel<loads, tables, kvpc_paged_words, pdl>};
-    return kernels[fit];
-}
-
-/* One load per thread and table. Two if all threads fit the GPU at once with two and not with one: that is 5 to 8 %
-   faster. Not in a dependent launch, which then spreads badly over the multiprocessors. */
-template <uint32_t tables>
-static kvprim_status kvpc_run_store(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
+/* Rows of whole words, or with kvpc_tails. A launch is dependent only up to kvpc_many_blocks: a GPU starts less than one
+   dependent block per nanosecond, and so much work gains nothing from an early start. With more rows than gridDim.y
+   counts, gridDim.z counts them by kvpc_grid_rows. */
+static kvprim_status kvpc_start_words(const kvpc_call *call, kvpc_plain *p, uint32_t tables, bool paged, bool tails)
 {
     const uint64_t bytes = (uint64_t)p->count * (p->row_bytes[0] + p->row_bytes[1]);
-    const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
-    const uint32_t loads = !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
-    const uint32_t parts = kvpc_shape_rows(p, loads, tables);
+    const uint32_t loads = kvpc_loads_of(call, bytes, tables), parts = kvpc_shape_rows(p, loads, tables ? tables : 1);
     const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
-    return kvpc_start_rows(call, p, fit, parts,
-                           loads == 1 ? kvpc_store_of<1, tables, kvpc_alone>(fit)
-                                      : kvpc_store_of<2, tables, kvpc_alone>(fit),
-                           bytes <= kvpc_first_bytes ? kvpc_store_of<1, tables, kvpc_trigger_first>(fit)
-                                                     : kvpc_store_of<1, tables, kvpc_trigger_late>(fit));
+    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows);
+    const uint32_t z = rows > UINT16_MAX ? kvpc_parts_of(rows, kvpc_grid_rows) : 1;
+    const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
+    kvpc_call started = *call;
+    started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
+    p->late = started.launch.pdl && (tables == 0 || bytes > kvpc_first_bytes);
+    p->first = started.launch.pdl && !p->late;
+    return kvpc_start(&started, kvpc_plain_kernels[tables][loads - 1][fit], blocks, p->block_rows * p->row_threads, *p);
 }
 
 static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
@@ -3071,7 +3052,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     p.page_shift = page.shift;
     p.head_magic = head.magic;
     p.head_shift = head.shift;
-    p.pdl = call->launch.pdl != 0;
+    p.pdl = call->launch.pdl ? kvpc_trigger_late : kvpc_alone;
     p.gather = moves->zero != 0;
     p.fetch = edges % kvpc_granule_bytes != 0;
     if (bits % 16 != 0)
@@ -3080,9 +3061,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
     const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
     const bool paged = kvpc_is_paged(indexed);
-    return p.gather ? kvpc_run_gather(call, &p, paged, tails && !paged)
-           : n == 1 ? kvpc_run_store<1>(call, &p, paged, tails && !paged)
-                    : kvpc_run_store<2>(call, &p, paged, tails && !paged);
+    return kvpc_start_words(call, &p, p.gather ? 0 : (uint32_t)n, paged, tails && !paged);
 }
 
 /* >>impl_convert_plan ---------------------------------------------------------------------------------------------- */
@@ -3240,7 +3219,7 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     p->nans = m->zero ? NULL : f.nans;
 }
 
-/* Blocks of `parts` parts of each group of rows; as kvpc_start_rows. */
+/* Blocks of `parts` parts of each group of rows; as kvpc_start_words. */
 template <class params>
 static kvprim_status kvpc_start_convert(const kvpc_call *call, void (*kernel)(const params KVPRIM_IN_PLACE),
                                         uint32_t parts, uint32_t threads, uint64_t bytes, params *p)

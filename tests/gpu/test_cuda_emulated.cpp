@@ -97,10 +97,14 @@ static void kvprim_emulate_note(const kvpc_lines &)
     letters += 'R';
 }
 
+/* When kernels of plain rows have let the next one start: first, late. */
+static bool triggers[2][2];
+
 /* The launch bounds of the kernels of plain rows. */
 static void kvprim_emulate_note(const kvpc_plain &p)
 {
     letters += 'P';
+    triggers[p.first][p.late] = true;
     if (p.block_rows * p.row_threads > kvpc_most_threads)
         fail("%s: %u rows x %u threads in a block", current, p.block_rows, p.row_threads);
 }
@@ -508,13 +512,15 @@ static void test_moves()
 }
 
 /* The threads that move something wait for the kernel before if, and only if, the launch is a dependent one. They touch
-   no memory before that. */
+   no memory before that. Other launches must not let the next one start before their end, as it may not wait. */
 static void expect_waits(const char *what, bool dependent, kvprim_status status)
 {
     CHECK(status == KVPRIM_OK);
     if ((kvprim_emulate_waits > 0) != dependent || kvprim_emulate_early > 0)
         fail("%s: %u threads waited, %u accesses came before that", what, kvprim_emulate_waits, kvprim_emulate_early);
-    kvprim_emulate_waits = kvprim_emulate_early = 0;
+    if (kvprim_emulate_unasked > 0)
+        fail("%s: %u threads let the next launch start, unasked", what, kvprim_emulate_unasked);
+    kvprim_emulate_waits = kvprim_emulate_early = kvprim_emulate_unasked = 0;
 }
 
 static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int64_t row_bytes, kvprim_index_type type)
@@ -557,7 +563,7 @@ static void test_dependent_launches()
                 for (const int32_t max_sms : {0, 1}) {
                     const kvprim_cuda_launch launch = launch_like(&memory, pdl, max_sms);
                     kvprim_emulate_pdl = device != 0;
-                    kvprim_emulate_waits = 0;
+                    kvprim_emulate_waits = kvprim_emulate_unasked = 0;
                     one_dependent(&launch, device && pdl, row_bytes, row_bytes % 3 ? KVPRIM_I32 : KVPRIM_I64);
                 }
     const kvprim_cuda_launch dependent = launch_like(&memory, 1, 0);
@@ -839,27 +845,12 @@ static void test_limits()
 /* The tests before this one launch every kernel of plain rows, and those of pieces. */
 static void test_all_kernels()
 {
-    static const struct {
-        const char *name;
-        kvpc_plain_kernel (*of)(kvpc_fit);
-    } kinds[] = {
-        {"gather, 1 load", kvpc_gather_of<1, kvpc_alone>},
-        {"gather, 2 loads", kvpc_gather_of<2, kvpc_alone>},
-        {"dependent gather, 1 load", kvpc_gather_of<1, kvpc_trigger_late>},
-        {"dependent gather, 2 loads", kvpc_gather_of<2, kvpc_trigger_late>},
-        {"store of K, 1 load", kvpc_store_of<1, 1, kvpc_alone>},
-        {"store of K, 2 loads", kvpc_store_of<2, 1, kvpc_alone>},
-        {"small dependent store of K", kvpc_store_of<1, 1, kvpc_trigger_first>},
-        {"dependent store of K", kvpc_store_of<1, 1, kvpc_trigger_late>},
-        {"store of K and V, 1 load", kvpc_store_of<1, 2, kvpc_alone>},
-        {"store of K and V, 2 loads", kvpc_store_of<2, 2, kvpc_alone>},
-        {"small dependent store of K and V", kvpc_store_of<1, 2, kvpc_trigger_first>},
-        {"dependent store of K and V", kvpc_store_of<1, 2, kvpc_trigger_late>},
-    };
-    for (const auto &kind : kinds)
-        for (const kvpc_fit fit : {kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words})
-            if (!ran(kind.of(fit)))
-                fail("%s, fit %d: never launched", kind.name, fit);
+    for (int tables = 0; tables < 3; tables++)
+        for (int loads = 1; loads <= 2; loads++)
+            for (const kvpc_fit fit : {kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words})
+                if (!ran(kvpc_plain_kernels[tables][loads - 1][fit]))
+                    fail("%d tables, %d loads, fit %d: never launched", tables, loads, fit);
+    CHECK(triggers[0][0] && triggers[0][1] && triggers[1][0] && !triggers[1][1]);
     CHECK(ran(kvpc_bytes_kernel) && ran(kvpc_lines_kernel));
     CHECK(ran(kvpc_move_pieces_kernel<1>) && ran(kvpc_move_pieces_kernel<kvpc_most_tasks>));
     typedef kvpc_listed<kvpc_few_params> few;
