@@ -709,20 +709,20 @@ static const int64_t few_words = kvpc_listed<kvpc_few_params>::room - kvpc_first
 static const int64_t few_converted = kvpc_listed<kvpc_few_change>::room - kvpc_first_word;
 static const int64_t most_converted = kvpc_listed<kvpc_most_change>::room - kvpc_first_word;
 
-static const auto narrow_rows = kernel_of(kvpc_move_kernel<8, 2, 1>);
-static const auto any_rows = kernel_of(kvpc_move_bytes_kernel<32, uint64_t, 1>);
-static const auto many_rows = kernel_of(kvpc_listed_many_kernel<kvpc_listed<kvpc_few_params>>);
+static const auto narrow_rows = kernel_of(kvpc_move_kernel<true, kvpc_batch<1>>);
+static const auto many_rows = kernel_of(kvpc_move_any_kernel<uint64_t, kvpc_listed<kvpc_few_params>>);
 typedef kvpc_conversion<kvpc_few_change> wide_params;
 static const auto wide_numbers = kernel_of(kvpc_convert_kernel<wide_params, uint64_t, kvpc_convert_wide_threads>);
 
 static const limit_case limit_cases[] = {
-    {"2^31 rows", "B", narrow_rows, [](limit_call &c) { c.d.src.rows = two_31; }},
-    {"more rows", "B", any_rows, [](limit_call &c) { c.d.src.rows = two_31 + 1; }},
-    {"2^31 rows to", "B", narrow_rows, [](limit_call &c) { c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31; }},
-    {"more rows to", "B", any_rows, [](limit_call &c) { c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31 + 1; }},
+    {"2^31 - 1 rows", "B", narrow_rows, [](limit_call &c) { c.d.src.rows = two_31 - 1; }},
+    {"2^31 rows", "L", many_rows, [](limit_call &c) { c.d.src.rows = two_31; }},
+    {"2^31 - 1 rows to", "B", narrow_rows,
+     [](limit_call &c) { c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31 - 1; }},
+    {"2^31 rows to", "L", many_rows, [](limit_call &c) { c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31; }},
     {"2^30 chunks", "B", narrow_rows, [](limit_call &c) { c.d.layers = 64, c.d.count = c.d.dst.rows = two_31 / 128; }},
-    {"2^31 chunks", "B", any_rows, [](limit_call &c) { c.d.layers = 64, c.d.count = c.d.dst.rows = two_31 / 64; }},
-    {"count 2^31", "B", any_rows, [](limit_call &c) { c.d.count = c.d.dst.rows = two_31; }},
+    {"2^31 chunks", "L", many_rows, [](limit_call &c) { c.d.layers = 64, c.d.count = c.d.dst.rows = two_31 / 64; }},
+    {"count 2^31", "L", many_rows, [](limit_call &c) { c.d.count = c.d.dst.rows = two_31; }},
     {"a list of more rows", "L", many_rows, [](limit_call &c) { limit_list(c, few_words / 2); }},
     {"a list of more rows, of two launches", "LL", many_rows, [](limit_call &c) { limit_list(c, few_words / 2 + 1); }},
     {"a list of fewer", "L", nullptr, [](limit_call &c) { limit_list(c, 4000), c.d.src.rows = two_31 - 1; }},
@@ -787,11 +787,11 @@ static const limit_case limit_cases[] = {
     {"runs of 401 layers", "BB", nullptr, [](limit_call &c) { limit_lines(c, 401); }},
     {"runs of 2^31 rows to", "R", nullptr,
      [](limit_call &c) { limit_lines(c, 2), c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31; }},
-    {"runs of more rows to", "B", any_rows,
+    {"runs of more rows to", "L", many_rows,
      [](limit_call &c) { limit_lines(c, 2), c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31 + 1; }},
     {"fewer than 2^31 runs", "R", nullptr,
      [](limit_call &c) { limit_lines(c, 4), c.d.count = c.d.dst.rows = two_31 / 2 - 1; }},
-    {"2^31 runs", "B", any_rows, [](limit_call &c) { limit_lines(c, 4), c.d.count = c.d.dst.rows = two_31 / 2; }},
+    {"2^31 runs", "L", many_rows, [](limit_call &c) { limit_lines(c, 4), c.d.count = c.d.dst.rows = two_31 / 2; }},
     {"a copy of rows of less than 2 GiB", "", nullptr, [](limit_call &c) { limit_copy(c, two_31 - 1); }},
     {"a copy of rows 2 GiB apart", "B", nullptr, [](limit_call &c) { limit_copy(c, two_31); }},
     {"tiles in more blocks than one number counts", "T", nullptr,
@@ -799,7 +799,7 @@ static const limit_case limit_cases[] = {
     {"conversions in more blocks than one number counts", "H", nullptr,
      [](limit_call &c) { limit_blocks(c), c.dst.scale = KVPRIM_SCALE_TENSOR; }},
     {"runs of 2^31 rows", "R", nullptr, [](limit_call &c) { limit_lines(c, 2), c.d.src.rows = two_31; }},
-    {"runs of more rows", "B", any_rows, [](limit_call &c) { limit_lines(c, 2), c.d.src.rows = two_31 + 1; }},
+    {"runs of more rows", "L", many_rows, [](limit_call &c) { limit_lines(c, 2), c.d.src.rows = two_31 + 1; }},
 };
 
 static void one_limit(const limit_case *which)
@@ -830,8 +830,7 @@ static void one_limit(const limit_case *which)
     if (status != KVPRIM_OK)
         fail("%s: %s", current, kvprim_last_error());
     check_launches(which->launches);
-    const bool is_wide =
-        kvprim_emulate_last == any_rows || kvprim_emulate_last == many_rows || kvprim_emulate_last == wide_numbers;
+    const bool is_wide = kvprim_emulate_last == many_rows || kvprim_emulate_last == wide_numbers;
     if (which->last ? kvprim_emulate_last != which->last : is_wide)
         fail("%s: another kernel", current);
 }
@@ -852,15 +851,20 @@ static void test_all_kernels()
                     fail("%d tables, %d loads, fit %d: never launched", tables, loads, fit);
     CHECK(triggers[0][0] && triggers[0][1] && triggers[1][0] && !triggers[1][1]);
     CHECK(ran(kvpc_bytes_kernel) && ran(kvpc_lines_kernel));
-    CHECK(ran(kvpc_move_pieces_kernel<1>) && ran(kvpc_move_pieces_kernel<kvpc_most_tasks>));
+    typedef kvpc_batch<1> one;
+    typedef kvpc_batch<kvpc_most_tasks> several;
+    CHECK(ran(kvpc_move_kernel<true, one>) && ran(kvpc_move_kernel<true, several>));
+    CHECK(ran(kvpc_move_few_kernel<true, 8, one>) && ran(kvpc_move_few_kernel<true, 4, several>));
+    CHECK(ran(kvpc_move_any_kernel<uint32_t, one>) && ran(kvpc_move_any_kernel<uint32_t, several>));
+    typedef kvpc_listed<kvpc_bare_params> bare;
     typedef kvpc_listed<kvpc_few_params> few;
     typedef kvpc_listed<kvpc_more_params> more;
     typedef kvpc_listed<kvpc_most_params> most;
-    CHECK(ran(kvpc_listed_kernel<few>) && ran(kvpc_listed_kernel<more>) && ran(kvpc_listed_kernel<most>));
-    CHECK(ran(kvpc_listed_few_kernel<few>) && ran(kvpc_listed_few_kernel<more>) && ran(kvpc_listed_few_kernel<most>));
-    CHECK(ran(kvpc_listed_many_kernel<few>));
-    typedef kvpc_listed<kvpc_bare_params> bare;
-    CHECK(ran(kvpc_listed_kernel<bare>) && ran(kvpc_listed_few_kernel<bare>));
+    CHECK(ran(kvpc_move_kernel<false, bare>) && ran(kvpc_move_kernel<false, few>));
+    CHECK(ran(kvpc_move_kernel<false, more>) && ran(kvpc_move_kernel<false, most>));
+    CHECK(ran(kvpc_move_few_kernel<false, 8, bare>) && ran(kvpc_move_few_kernel<false, 8, few>));
+    CHECK(ran(kvpc_move_few_kernel<false, 8, more>) && ran(kvpc_move_few_kernel<false, 8, most>));
+    CHECK(ran(kvpc_move_any_kernel<uint64_t, few>));
 }
 
 /* Division by a multiplication is exact up to 2^31. */
@@ -1491,15 +1495,16 @@ static void test_many_tokens()
     CHECK(rejected == want_rejected && rejected == 1 + 2 * kvpc_slots_threads);
 }
 
-/* Four moves of 2^30 chunks each, which 32 bits count, in one launch, whose sum they do not. Only the last block
-   runs. */
+/* Four moves of 2^30 chunks each, which 31 bits count, but not the chunks of two: each takes a launch. Only the last
+   block of each runs. */
 static void test_long_moves()
 {
     enum { moves = 4, layers = 32 };
     const int64_t count = 1 << 25;
     const uint64_t each = uint64_t(count * layers);
     const addresses index(uint64_t(count) * 4), all_dst(10 * each); /* 1 + 2 + 3 + 4 bytes a row */
-    unsigned char row[moves], *dst = all_dst.p;
+    alignas(16) unsigned char row[16];
+    unsigned char *dst = all_dst.p;
     void *same[layers]; /* of all sources */
     kvprim_move all[moves];
     if (!index.p || !dst)
@@ -1514,7 +1519,7 @@ static void test_long_moves()
     }
     kvprim_emulate_last_only = true;
     const unsigned launches = kvprim_emulate_launches;
-    CHECK(kvprim_cuda_move(all, moves, nullptr) == KVPRIM_OK && kvprim_emulate_launches - launches == 1);
+    CHECK(kvprim_cuda_move(all, moves, nullptr) == KVPRIM_OK && kvprim_emulate_launches - launches == moves);
     kvprim_emulate_last_only = false;
     CHECK(memcmp(dst - moves, row, moves) == 0);
 }

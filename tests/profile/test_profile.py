@@ -111,7 +111,7 @@ COLLECTIVES = [
 
 # Kernels of rows: whether one of these codes is a fault. They return early, or wait only if their parameters say so.
 STORE = '_Z17kvpc_store_kernelILj1ELj2EL8kvpc_fit0EEv10kvpc_plain'
-TAILS, MOVE = STORE.replace('fit0', 'fit2'), '_Z16kvpc_move_kernelILj8ELj2ELj1EEv'
+TAILS, MOVE = STORE.replace('fit0', 'fit2'), '_Z16kvpc_move_kernelILb1E10kvpc_batchILj1EEEvT0_'
 GATHER_ROWS = '_Z18kvpc_gather_kernelILj2EL8kvpc_fit%dEEv10kvpc_plain'
 LOAD_K, LOAD_V = 'LDG.E.128 R8, desc[UR4][R12.64]', 'LDG.E.128 R16, desc[UR4][R20.64]'
 SLOT, HIGH = 'LDG.E R4, desc[UR4][R4.64]', 'LDG.E R5, desc[UR6][R6.64+0x4]'
