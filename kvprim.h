@@ -801,6 +801,53 @@ static inline void kvpi_end_range(const int *level)
 
 /* Stop here if you only use the library. */
 
+/* >>impl_rows -- the index rule and the page arithmetic, for this header and for kernels */
+#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION) ||   \
+     defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)) &&                                                           \
+    !defined(KVPRIM_ANYWHERE)
+#ifdef __CUDACC__
+#define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
+#else
+#define KVPRIM_ANYWHERE static inline
+#endif
+
+/* The index rule (>>table): index - base is the row if it is inside, and cannot overflow where index >= base. */
+KVPRIM_ANYWHERE int kvpi_is_inside(int64_t index, int64_t base, uint64_t rows)
+{
+    return index >= base && (uint64_t)index - (uint64_t)base < rows;
+}
+
+/* The number of row i of a side, or -1 by the index rule; *past is set if the index is past the table. */
+KVPRIM_ANYWHERE int64_t kvpi_find_number(const kvprim_side *side, int64_t i, int *past)
+{
+    if (!side->index)
+        return i;
+    const int64_t at = i * side->index_stride, base = side->index_base;
+    const int64_t index =
+        side->index_type == KVPRIM_I64 ? ((const int64_t *)side->index)[at] : ((const int32_t *)side->index)[at];
+    if (kvpi_is_inside(index, base, (uint64_t)side->table.rows))
+        return (int64_t)((uint64_t)index - (uint64_t)base);
+    *past |= index >= base;
+    return -1;
+}
+
+/* a / b; neither is negative. 32 bits take a quarter of the instructions that 64 do. */
+KVPRIM_ANYWHERE int64_t kvpi_divided(int64_t a, int64_t b)
+{
+    return ((uint64_t)a | (uint64_t)b) >> 32 ? a / b : (int64_t)((uint32_t)a / (uint32_t)b);
+}
+
+/* Bytes from where a layer starts to a row of a side. */
+KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
+{
+    const kvprim_table *const t = &side->table;
+    if (t->page_rows == 0)
+        return row * t->stride;
+    const int64_t page = side->page_shift >= 0 ? row >> side->page_shift : kvpi_divided(row, t->page_rows);
+    return page * t->page_stride + (row - page * t->page_rows) * t->stride;
+}
+#endif /* KVPRIM_ANYWHERE */
+
 /* >>impl_elements -- conversions of elements. The other headers include this one again with KVPRIM_ELEMENTS for them.
 
    They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. Those
@@ -3236,33 +3283,11 @@ static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 #define KVPRIM_PREFETCH(p) ((void)(p))
 #endif
 
-/* Index i of a side. */
-KVPRIM_INLINE int64_t kvpi_load_index(const kvprim_side *side, int64_t i)
-{
-    const int64_t at = i * side->index_stride;
-    return KVPRIM_LIKELY(side->index_type == KVPRIM_I32) ? ((const int32_t *)side->index)[at]
-                                                         : ((const int64_t *)side->index)[at];
-}
-
-/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. index - base cannot overflow
-   as an unsigned number where index >= base. */
+/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. */
 KVPRIM_INLINE char *kvpi_find_row(const kvprim_side *side, int64_t i, int *past)
 {
-    const kvprim_table *const t = &side->table;
-    int64_t row = i;
-    if (side->index) {
-        const int64_t index = kvpi_load_index(side, i);
-        row = (int64_t)((uint64_t)index - (uint64_t)side->index_base);
-        if (!KVPRIM_LIKELY((uint64_t)row < (uint64_t)t->rows && index >= side->index_base)) {
-            *past |= index >= side->index_base;
-            return NULL;
-        }
-    }
-    if (KVPRIM_LIKELY(t->page_rows == 0))
-        return (char *)t->data + row * t->stride;
-    if (KVPRIM_LIKELY(side->page_shift >= 0))
-        return (char *)t->data + (row >> side->page_shift) * t->page_stride + (row & (t->page_rows - 1)) * t->stride;
-    return (char *)t->data + row / t->page_rows * t->page_stride + row % t->page_rows * t->stride;
+    const int64_t row = kvpi_find_number(side, i, past);
+    return KVPRIM_LIKELY(row >= 0) ? (char *)side->table.data + kvpi_row_offset(side, row) : NULL;
 }
 
 typedef void kvpi_copy_fn(char *dst, const char *src, size_t bytes, int stream);
@@ -3702,18 +3727,6 @@ static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
     else if (kvpi_has_avx2())
         c->convert = kvpi_convert_avx2, c->most = kvpi_most_avx2;
 #endif
-}
-
-/* The number of row i of a side, or -1 by the index rule; *past as in kvpi_find_row(). */
-static int64_t kvpi_find_number(const kvprim_side *side, int64_t i, int *past)
-{
-    if (!side->index)
-        return i;
-    const int64_t index = kvpi_load_index(side, i), row = (int64_t)((uint64_t)index - (uint64_t)side->index_base);
-    if ((uint64_t)row < (uint64_t)side->table.rows && index >= side->index_base)
-        return row;
-    *past |= index >= side->index_base;
-    return -1;
 }
 
 static char *kvpi_row_at(const kvpi_typed_side *typed, int64_t row)

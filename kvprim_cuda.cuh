@@ -234,7 +234,6 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
    first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
-#define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
 
 KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
 {
@@ -245,26 +244,14 @@ KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
 #endif
 }
 
-/* a / b; neither is negative. 32 bits take a quarter of the instructions that 64 do. */
-KVPRIM_ANYWHERE int64_t kvpc_quotient(int64_t a, int64_t b)
-{
-    return ((uint64_t)a | (uint64_t)b) >> 32 ? a / b : (int64_t)((uint32_t)a / (uint32_t)b);
-}
-
 KVPRIM_ANYWHERE int64_t kvprim_device_row(const kvprim_side &side, int64_t i, uint32_t *rejected)
 {
-    int64_t index = i, base = 0;
-    if (side.index) {
-        const int64_t at = i * side.index_stride;
-        index = side.index_type == KVPRIM_I64 ? ((const int64_t *)side.index)[at] : ((const int32_t *)side.index)[at];
-        base = side.index_base;
-    }
-    const uint64_t row = (uint64_t)index - (uint64_t)base; /* cannot wrap where index >= base */
-    if (index >= base && row < (uint64_t)side.table.rows)
-        return (int64_t)row;
-    if (index >= base && rejected)
+    int past = !side.index && i >= side.table.rows;
+    const int64_t row =
+        side.index || kvpi_is_inside(i, 0, (uint64_t)side.table.rows) ? kvpi_find_number(&side, i, &past) : -1;
+    if (past && rejected)
         kvpc_count(rejected);
-    return -1;
+    return row;
 }
 
 /* Where a layer starts, or NULL if only the host can tell. */
@@ -278,14 +265,8 @@ KVPRIM_ANYWHERE char *kvpc_device_layer(const kvprim_side &side, int64_t layer)
 KVPRIM_ANYWHERE char *kvprim_device_byte_in(const kvprim_side &side, void *base, int64_t row, int64_t byte)
 {
     const kvprim_table &t = side.table;
-    int64_t in_page = row, at = byte;
-    if (t.page_rows) {
-        const int64_t page = side.page_shift >= 0 ? row >> side.page_shift : kvpc_quotient(row, t.page_rows);
-        in_page = row - page * t.page_rows, at += page * t.page_stride;
-    }
-    if (t.heads > 1)
-        at += kvpc_quotient(byte, side.piece_bytes) * (t.head_stride - side.piece_bytes);
-    return (char *)base + in_page * t.stride + at;
+    const int64_t head = t.heads > 1 ? kvpi_divided(byte, side.piece_bytes) : 0;
+    return (char *)base + kvpi_row_offset(&side, row) + byte + head * (t.head_stride - side.piece_bytes);
 }
 
 KVPRIM_ANYWHERE char *kvprim_device_byte(const kvprim_side &side, int64_t layer, int64_t row, int64_t byte)
@@ -403,11 +384,11 @@ enum {
     kvpc_bytes_lanes = 8,           /* of kvpc_bytes_kernel */
     kvpc_bytes_loads = 3,           /* one more than aligned rows take: they start and end inside a word */
     kvpc_granule_bytes = 32,        /* that memory is written in: see kvpc_fetch_edges */
-    kvpc_few_bytes = 1 << 20,       /* of a table, at most: see kvpc_run_gather and kvpc_run_plain */
+    kvpc_few_bytes = 1 << 20,       /* of a table, at most: see kvpc_loads_of and kvpc_run_plain */
     kvpc_first_bytes = 256 << 10,   /* of all tables, at most: see kvpc_dependence */
     kvpc_some_threads = 64 << 10,   /* of a launch: with more, see kvpc_shape_rows */
     kvpc_many_threads = 128 << 10,  /* of a launch: with more, see kvpc_shape_rows */
-    kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_rows */
+    kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_words */
 };
 
 #ifndef KVPRIM_CUDA_EMULATE               /* see tests/gpu/cuda_shim.h */
@@ -658,16 +639,17 @@ typedef struct kvpc_plain {
     uint32_t block_rows, row_threads;
     uint32_t rows, base;
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
+    uint32_t first, late;              /* pdl is kvpc_trigger_first; kvpc_trigger_late: tests for 0 are shorter */
     uint32_t row_bytes[2];
     kvpc_ends pair[2];
-    uint32_t page_magic, page_shift; /* of kvpc_divisor: rows of a page, bytes of a head; 0: there are none */
-    uint32_t head_magic, head_shift;
-    kvpc_steps step[2]; /* of pair[0] and pair[1] */
+    kvpc_divisor page, head; /* rows of a page, bytes of a head; 0: there are none */
+    kvpc_steps step[2];      /* of pair[0] and pair[1] */
     uint32_t *rejected;
-    uint32_t fetch;          /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
-    uint32_t parts, k_parts; /* of a row, as kvpc_bytes_kernel counts them, and of K */
-    uint32_t parts_magic, parts_shift;
-    uint32_t gather, pdl; /* for kvpc_bytes_kernel, which has no template for them */
+    uint32_t fetch;     /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
+    uint32_t k_parts;   /* of K's rows, as kvpc_bytes_kernel counts them */
+    kvpc_divisor parts; /* of the rows of K and V */
+    uint32_t gather;    /* for kvpc_bytes_kernel, which does both */
+    uint32_t pdl;       /* a kvpc_dependence */
 } kvpc_plain;
 
 /* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. If rows
@@ -688,17 +670,21 @@ typedef struct kvpc_index {
     bool inside;
 } kvpc_index;
 
-/* The two words of an int64 are two loads that do not wait for each other, so one kernel serves both types. Rows end
-   at 2^31 or below: see kvpc_is_plain. */
-KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint32_t i, bool is_i64)
+/* The index rule for plain rows, of the index at address `at`. The two words of an int64 are two loads that do not wait
+   for each other, so one kernel serves both types. Rows end at 2^31 or below: see kvpc_is_plain. */
+KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint64_t at, bool is_i64)
 {
-    const uint64_t at = kvpc_row_at(p.index, i, p.index_step);
     kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
     if (is_i64)
         x.high = kvpc_load_i32(at + 4);
     x.row = (uint32_t)x.low - p.base;
     x.inside = x.row < p.rows && x.high == 0;
     return x;
+}
+
+KVPRIM_DEVICE uint64_t kvpc_index_at(const kvpc_plain &p, uint32_t i)
+{
+    return kvpc_row_at(p.index, i, p.index_step);
 }
 
 /* Counts an index that is past the table; one before it is padding. */
@@ -736,8 +722,8 @@ KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
     return fit == kvpc_paged || fit == kvpc_paged_words;
 }
 
-/* When a kernel lets the next one start, which waits for its end; kvpc_alone: this is no dependent launch. At once is
-   best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late
+/* When a kernel lets the next one start, which waits for its end; kvpc_alone: never, as this is no dependent launch. At once
+   is best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late
    trigger makes stores 2 % faster on average on an H200, 8 % on an H100. */
 enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
 
@@ -748,19 +734,19 @@ KVPRIM_DEVICE void kvpc_place_indexed(const kvpc_plain &p, uint64_t *words, uint
 {
     kvpc_place_words<loads>(words, kvpc_row_at(base + at, row, stride), step);
     for (uint32_t k = 0; paged && k < loads; k++) {
-        const uint32_t page = __umulhi(2 * row, p.page_magic) >> p.page_shift;
-        const uint32_t head = __umulhi(2 * (at + k * step), p.head_magic) >> p.head_shift;
+        const uint32_t page = kvpc_divide(row, p.page), head = kvpc_divide(at + k * step, p.head);
         words[k] = kvpc_row_at(kvpc_row_at(words[k], head, p.step[m].head), page, p.step[m].page);
     }
 }
 
-/* The two kernels below, for rows that begin at multiples of 16 bytes:
+/* The two kernels below, for rows that begin at multiples of 16 bytes. Whether a launch is dependent is not a template
+   parameter: waiting where there is nothing to wait for returns at once, and a trigger takes two instructions.
    - row_threads threads move a row, or a part of it. Each moves the word at `at`, and for each further load the word
      row_threads words after it.
    - In the last word of a row with kvpc_tails, only the row's bytes are written, but all 16 are read.
    - All addresses come before the loads, and all loads before the stores. */
 
-template <uint32_t loads, kvpc_fit fit, kvpc_dependence pdl>
+template <uint32_t loads, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
@@ -768,9 +754,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint32_t i, at;
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (pdl != kvpc_alone)
-        kvpc_pdl_wait();
-    const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
+    kvpc_pdl_wait();
+    const kvpc_index x = kvpc_find_row(p, kvpc_index_at(p, i), p.index_is_i64);
     const uint32_t step = 16 * p.row_threads, end = p.row_bytes[0];
     uint64_t src[loads], dst[loads];
     uint4 v[loads];
@@ -779,17 +764,17 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (fit == kvpc_tails && p.fetch && at == 0)
         kvpc_fetch_edges(dst[0], end);
     kvpc_load_words<loads, exact>(v, x.inside, src, step, at, end); /* with the zero fill */
-    if (pdl != kvpc_alone && loads == 1)
+    if (p.late && loads == 1)
         kvpc_pdl_trigger();
     kvpc_store_words<loads, exact, fit == kvpc_tails>(dst, v, step, at, end);
-    if (pdl != kvpc_alone && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
+    if (p.late && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
         kvpc_pdl_trigger();
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
 
 /* tables: 1, or 2 for K and V. */
-template <uint32_t loads, uint32_t tables, kvpc_fit fit, kvpc_dependence pdl>
+template <uint32_t loads, uint32_t tables, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
@@ -797,12 +782,11 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const bool early =
         loads > 1 || !(exact || fit == kvpc_tails); /* without this branch the compiler uses the slot before it loads */
     uint32_t i, at;
-    if (pdl == kvpc_trigger_first)
-        kvpc_pdl_trigger();
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (pdl != kvpc_alone)
-        kvpc_pdl_wait();
+    if (loads == 1 && p.first)
+        kvpc_pdl_trigger();
+    kvpc_pdl_wait();
     const uint32_t step = 16 * p.row_threads;
     uint4 v[tables][loads];
     uint64_t src[loads], dst[tables][loads];
@@ -810,9 +794,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    if (pdl == kvpc_trigger_late) /* after the slot's load it would be compiled to wait for the slot */
+    if (loads == 1 && p.late) /* after the slot's load it would be compiled to wait for the slot */
         kvpc_pdl_trigger();
-    const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
+    const kvpc_index x = kvpc_find_row(p, kvpc_index_at(p, i), p.index_is_i64);
     if (early && !x.inside && at == 0)
         kvpc_count_rejected(p, x);
     for (uint32_t m = 0; m < tables; m++) {
@@ -871,7 +855,7 @@ static __global__ void __launch_bounds__(kvpc_threads)
     kvpc_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
-    const uint32_t i = __umulhi(2 * (t / lanes), p.parts_magic) >> p.parts_shift, part = t / lanes - i * p.parts;
+    const uint32_t i = kvpc_divide(t / lanes, p.parts), part = t / lanes - i * (uint32_t)p.parts.by;
     if (i >= p.count)
         return;
     if (p.pdl)
@@ -879,7 +863,8 @@ static __global__ void __launch_bounds__(kvpc_threads)
     const uint32_t v_side = part >= p.k_parts;
     const kvpc_ends &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
-    const kvpc_index x = p.index_is_i64 ? kvpc_find_row(p, i, true) : kvpc_find_row(p, i, false);
+    const kvpc_index x =
+        p.index_is_i64 ? kvpc_find_row(p, kvpc_index_at(p, i), true) : kvpc_find_row(p, kvpc_index_at(p, i), false);
     if (p.pdl)
         kvpc_pdl_trigger();
     if (!x.inside && part == 0 && t % lanes == 0)
@@ -935,11 +920,14 @@ typedef struct kvpc_layer {
 
 enum { kvpc_params_bytes = 4000, kvpc_most_tasks = 4 }; /* larger parameters cost time: 0.3 us at 8 KB on an H200 */
 
-template <uint32_t most_tasks> struct kvpc_batch {
+/* Several moves, or one whose layers the host names. */
+template <uint32_t tasks_room> struct kvpc_batch {
+    static const uint32_t most_tasks = tasks_room;
+    static const bool fills = true; /* rows without a source may become zeros */
     static const uint32_t most_layers = (kvpc_params_bytes - 24 - most_tasks * sizeof(kvpc_task)) / sizeof(kvpc_layer);
-    uint64_t total; /* chunks */
-    uint32_t part_bytes, tasks;
-    uint32_t pdl, layers;
+    uint64_t total;                   /* chunks */
+    uint32_t part_bytes, lanes_shift; /* 1 << lanes_shift threads move a chunk */
+    uint32_t tasks, pdl;
     kvpc_task task[most_tasks];
     kvpc_layer layer[most_layers];
 };
@@ -947,11 +935,32 @@ template <uint32_t most_tasks> struct kvpc_batch {
 static_assert(kvpc_batch<1>::most_layers == 231 && kvpc_batch<4>::most_layers == 180, "said in >>gpu_move");
 static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && sizeof(kvpc_batch<4>) <= kvpc_params_bytes, "no room");
 
-typedef struct kvpc_chunk {
-    uint64_t dst, src;
-    uint32_t bytes; /* 0: nothing to do */
-    bool zero;
-} kvpc_chunk;
+/* One move whose layers only the GPU knows, or whose rows the host names, or of any size. As the tables may begin
+   anywhere, the kernel looks at each chunk's alignment.
+
+   A kvpc_stack says where the layers of one side begin: at the addresses in `array` (device memory), or at those that
+   n32 holds from word `words` on, or `step` bytes apart from `base` on. If the host names the side's rows, n32 holds
+   them from word `list` on. 0 in array, words or list: it is not used. */
+typedef struct kvpc_stack {
+    uint64_t array, base, step;
+    uint32_t words, list;
+} kvpc_stack;
+
+/* Words of n32 are counted from kvpc_first_word on, as 0 says that there are none. kvpc_bare_params have room for none,
+   which spares the kernels the tests for them, and the host the time to copy the parameters. */
+enum { kvpc_first_word = 2, kvpc_bare_params = 384 };
+
+template <uint32_t bytes> struct kvpc_listed {
+    static const uint32_t most_tasks = 1;
+    static const bool bare = bytes == kvpc_bare_params, fills = false;
+    static const uint32_t room = (bytes - 24 - sizeof(kvpc_task) - 2 * sizeof(kvpc_stack)) / 4;
+    uint64_t total;
+    uint32_t part_bytes, pdl;
+    uint32_t lanes_shift, row_words; /* row_words: of a list */
+    kvpc_stack dst, src;             /* before what is needed after the loads: see kvpc_plain */
+    kvpc_task task;
+    uint32_t n32[room];
+};
 
 /* The index of row i on both sides: one load after the other, and no wait between them. */
 template <class number>
@@ -980,6 +989,97 @@ template <class number> KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_layout &sid
     return row * (uint64_t)side.stride + kvpc_divide(row, side.page) * (uint64_t)side.page_step;
 }
 
+KVPRIM_DEVICE uint64_t kvpc_row_of(const kvpc_naming &rows, int64_t index)
+{
+    return (uint64_t)index - (uint64_t)rows.base;
+}
+
+KVPRIM_DEVICE bool kvpc_is_inside(const kvpc_naming &rows, int64_t index)
+{
+    return kvpi_is_inside(index, rows.base, rows.rows);
+}
+
+KVPRIM_DEVICE bool kvpc_is_past(const kvpc_naming &rows, int64_t index)
+{
+    return !kvpc_is_inside(rows, index) && index >= rows.base;
+}
+
+/* Counts a row whose index is past the table, on either side. */
+KVPRIM_DEVICE void kvpc_count_past(const kvpc_task &t, int64_t to, int64_t from)
+{
+    if (t.rejected && (kvpc_is_past(t.dst_rows, to) || kvpc_is_past(t.src_rows, from)))
+        atomicAdd(t.rejected, 1u);
+}
+
+/* What chunk `work` of a task is of: where the layer begins on both sides, and the indices that name the row. */
+template <class number> struct kvpc_spot {
+    number layer, in_row; /* in_row: the chunk's number in its row */
+    uint64_t dst, src;
+    int64_t to, from;
+};
+
+typedef struct kvpc_chunk {
+    uint64_t dst, src;
+    uint32_t bytes; /* 0: nothing to do */
+    bool zero;
+} kvpc_chunk;
+
+/* Row i and its layer, in a batch and in a list. All loads come first, and no wait between them. */
+template <class number, uint32_t most_tasks>
+KVPRIM_DEVICE void kvpc_load_spot(const kvpc_batch<most_tasks> &p, const kvpc_task &t, number i, kvpc_spot<number> *s)
+{
+    const kvpc_layer &base = p.layer[most_tasks > 1 ? (number)t.first_layer + s->layer : s->layer];
+    kvpc_load_indices(t, i, &s->to, &s->from);
+    s->dst = base.dst, s->src = base.src;
+}
+
+template <uint32_t bytes>
+KVPRIM_DEVICE uint64_t kvpc_layer_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t layer)
+{
+    if (kvpc_listed<bytes>::bare || s.words == 0)
+        return s.base + layer * s.step;
+    return (uint64_t)p.n32[s.words + 2 * layer + 1] << 32 | p.n32[s.words + 2 * layer];
+}
+
+/* Row i of a list, as the index rule leaves it. Only where numbers have 64 bits it may take two words. */
+template <class number, uint32_t bytes>
+KVPRIM_DEVICE int64_t kvpc_row_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t i)
+{
+    if (sizeof(number) == 4 || p.row_words == 1)
+        return (int32_t)p.n32[s.list + i];
+    return (int64_t)((uint64_t)p.n32[s.list + 2 * i + 1] << 32 | p.n32[s.list + 2 * i]);
+}
+
+template <class number, uint32_t bytes>
+KVPRIM_DEVICE void kvpc_load_spot(const kvpc_listed<bytes> &p, const kvpc_task &t, number i, kvpc_spot<number> *s)
+{
+    s->dst = s->src = 0;
+    if (p.dst.array)
+        s->dst = (uint64_t)kvpc_load_i64(p.dst.array + 8 * (uint64_t)s->layer);
+    if (p.src.array)
+        s->src = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)s->layer);
+    kvpc_load_indices(t, i, &s->to, &s->from);
+    if (!kvpc_listed<bytes>::bare && p.dst.list)
+        s->to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
+    if (!kvpc_listed<bytes>::bare && p.src.list)
+        s->from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
+    if (!p.dst.array)
+        s->dst = kvpc_layer_in(p, p.dst, (uint32_t)s->layer);
+    if (!p.src.array)
+        s->src = kvpc_layer_in(p, p.src, (uint32_t)s->layer);
+}
+
+template <class params, class number>
+KVPRIM_DEVICE kvpc_spot<number> kvpc_find_spot(const params &p, const kvpc_task &t, number work)
+{
+    kvpc_spot<number> s;
+    const number layer_row = kvpc_divide(work, t.chunks);
+    s.in_row = work - layer_row * (number)t.chunks.by;
+    s.layer = kvpc_divide(layer_row, t.count);
+    kvpc_load_spot(p, t, (number)(layer_row - s.layer * (number)t.count.by), &s);
+    return s;
+}
+
 template <uint32_t most_tasks>
 KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc_batch<most_tasks> &p, uint64_t chunk)
 {
@@ -990,91 +1090,116 @@ KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc_batch<most_tasks> &p, uin
     return p.task[t];
 }
 
-/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst; `aligned`: so do units. */
-template <bool aligned, uint32_t most_tasks, class number>
-KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number work, bool first_lane)
+template <uint32_t bytes> KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc_listed<bytes> &p, uint64_t)
 {
-    const kvpc_task &s = kvpc_task_of(p, work);
-    const number chunk = most_tasks > 1 ? work - (number)s.first_chunk : work;
-    const number layer_row = kvpc_divide(chunk, s.chunks), in_row = chunk - layer_row * (number)s.chunks.by;
-    const number layer = kvpc_divide(layer_row, s.count), i = layer_row - layer * (number)s.count.by;
-    const kvpc_layer &base = p.layer[most_tasks > 1 ? (number)s.first_layer + layer : layer];
-    int64_t to, from;
-    kvpc_load_indices(s, i, &to, &from);
-    number part = in_row;
-    uint64_t dst_unit = 0, src_unit = 0;
-    if (s.units > 1) {
-        const number unit = kvpc_divide(in_row, s.parts);
-        part = in_row - unit * (number)s.parts.by;
-        dst_unit = unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
-        src_unit = unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
+    return p.task;
+}
+
+/* Chunk `work` of all. Parts begin at 16-byte boundaries of dst, and the last one takes what a unit that begins inside
+   16 bytes has more than its parts. `words`: all are whole words. */
+template <bool words, class params, class number>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool first_lane)
+{
+    const kvpc_task &t = kvpc_task_of(p, work);
+    kvpc_spot<number> s = kvpc_find_spot(p, t, (number)(params::most_tasks > 1 ? work - (number)t.first_chunk : work));
+    number part = s.in_row;
+    if (t.units > 1) {
+        const number unit = kvpc_divide(s.in_row, t.parts);
+        part = s.in_row - unit * (number)t.parts.by;
+        s.dst += unit * t.unit_bytes + kvpc_divide(unit, t.dst.head) * (uint64_t)t.dst.head_step;
+        s.src += unit * t.unit_bytes + kvpc_divide(unit, t.src.head) * (uint64_t)t.src.head_step;
     }
-    const uint64_t dst_row = (uint64_t)to - (uint64_t)s.dst_rows.base,
-                   src_row = (uint64_t)from - (uint64_t)s.src_rows.base;
-    const bool dst_inside = to >= s.dst_rows.base && dst_row < s.dst_rows.rows;
-    const bool src_inside = from >= s.src_rows.base && src_row < s.src_rows.rows;
+    const bool dst_inside = kvpc_is_inside(t.dst_rows, s.to), src_inside = kvpc_is_inside(t.src_rows, s.from);
+    const bool fills = params::fills || sizeof(number) == 8;
     kvpc_chunk c;
-    c.dst = base.dst + kvpc_place(s.dst, (number)dst_row) + dst_unit;
-    c.src = base.src + kvpc_place(s.src, (number)src_row) + src_unit;
-    c.zero = !src_inside;
-    const uint64_t lead = aligned ? 0 : c.dst % 16, begin = (uint64_t)part * p.part_bytes;
-    const uint64_t at = part ? begin - lead : 0, end = begin + p.part_bytes - lead;
-    const uint64_t before = end < s.unit_bytes ? end : s.unit_bytes;
+    c.dst = s.dst + kvpc_place(t.dst, (number)kvpc_row_of(t.dst_rows, s.to));
+    c.src = s.src + kvpc_place(t.src, (number)kvpc_row_of(t.src_rows, s.from));
+    c.zero = fills && !src_inside;
+    const number lead = words ? 0 : (number)(c.dst % 16), at = part ? part * p.part_bytes - lead : 0;
+    number end = (part + 1) * p.part_bytes - lead;
+    if (words ? end > (number)t.unit_bytes : part + 1 == (number)t.parts.by)
+        end = (number)t.unit_bytes;
     c.dst += at, c.src += at;
-    c.bytes = dst_inside && (src_inside || s.zero) && at < before ? (uint32_t)(before - at) : 0;
-    if (!dst_inside || !src_inside) {
-        const bool past = (!dst_inside && to >= s.dst_rows.base) || (!src_inside && from >= s.src_rows.base);
-        if (past && layer == 0 && in_row == 0 && first_lane && s.rejected)
-            atomicAdd(s.rejected, 1u);
-    }
+    c.bytes = dst_inside && (src_inside || (fills && t.zero)) ? (uint32_t)(end - at) : 0;
+    if ((fills ? !dst_inside || !src_inside : c.bytes == 0) && s.layer == 0 && s.in_row == 0 && first_lane)
+        kvpc_count_past(t, s.to, s.from);
     return c;
 }
 
-/* On the whole GPU: each group of threads moves one chunk. */
-template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
-static __global__ void __launch_bounds__(kvpc_threads)
-    kvpc_move_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
+/* Whether a chunk is whole aligned words on both sides. */
+KVPRIM_DEVICE bool kvpc_is_words(const kvpc_chunk &c)
 {
-    const uint32_t work = blockIdx.x * (kvpc_threads / lanes) + threadIdx.x / lanes, at = 16 * (threadIdx.x % lanes);
+    return (c.dst | c.src | c.bytes) % 16 == 0;
+}
+
+/* Of 1, 2, 4 or 8 bytes, at a multiple of them: such rows in pieces are one of vLLM's layouts. */
+template <class piece> KVPRIM_DEVICE bool kvpc_copy_piece(const kvpc_chunk &c)
+{
+    if (c.bytes != sizeof(piece) || (c.dst | c.src) % sizeof(piece))
+        return false;
+    *(piece *)kvpc_global(c.dst) = c.zero ? piece{} : *(const piece *)kvpc_global(c.src);
+    return true;
+}
+
+/* Words of a chunk that a thread moves: on the whole GPU, on few multiprocessors (of several moves, whose parameters
+   take registers, half as many), and of any alignment. */
+static const uint32_t kvpc_once_loads = 2, kvpc_few_loads = 8, kvpc_any_loads = 4;
+
+/* A chunk of any alignment, by `lanes` threads, of which each has `loads` words on their way. */
+template <uint32_t loads> KVPRIM_DEVICE void kvpc_copy_chunk(const kvpc_chunk &c, uint32_t lane, uint32_t lanes)
+{
+    const uint32_t lead = (uint32_t)(c.dst % 16), end = c.bytes ? lead + c.bytes : 0;
+    if (loads == kvpc_any_loads && lanes == 1 &&
+        (kvpc_copy_piece<uint2>(c) || kvpc_copy_piece<uint32_t>(c) || kvpc_copy_piece<uint16_t>(c) ||
+         kvpc_copy_piece<char>(c)))
+        return;
+    for (uint32_t w = lane; 16 * w < end; w += loads * lanes)
+        kvpc_copy_words<loads>(c.dst, c.src, (int32_t)lead, (int32_t)c.bytes, w, lanes, !c.zero, true, false);
+}
+
+/* Chunk `work`, of `loads` words a thread; copy_loads: of which a copy of another alignment has so many on their way. */
+template <bool words, uint32_t loads, uint32_t copy_loads, class params, class number>
+KVPRIM_DEVICE void kvpc_move_chunk(const params &p, number work, uint32_t lane, uint32_t lanes)
+{
+    const uint32_t at = 16 * lane, step = 16 * lanes;
+    const kvpc_chunk c = kvpc_find_chunk<words>(p, work, lane == 0);
+    if (words || kvpc_is_words(c)) {
+        uint64_t src[loads], dst[loads];
+        uint4 v[loads];
+        kvpc_place_words<loads>(src, c.src + at, step);
+        kvpc_place_words<loads>(dst, c.dst + at, step);
+        kvpc_load_words<loads, false>(v, !c.zero, src, step, at, c.bytes);
+        kvpc_store_words<loads, false, false>(dst, v, step, at, c.bytes);
+    } else
+        kvpc_copy_chunk<copy_loads>(c, lane, lanes);
+}
+
+/* On the whole GPU: each group of threads moves one chunk. A copy of another alignment has one word on its way, so that
+   it takes no registers from the rest. */
+template <bool words, class params>
+static __global__ void __launch_bounds__(kvpc_threads)
+    kvpc_move_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
+{
+    const uint32_t lanes = 1u << p.lanes_shift, in_block = kvpc_threads >> p.lanes_shift;
+    const uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift);
     if (work >= (uint32_t)p.total)
         return;
     if (p.pdl)
         kvpc_pdl_wait();
-    const kvpc_chunk c = kvpc_find_chunk<true>(p, work, at == 0);
-    uint64_t src[loads], dst[loads];
-    uint4 v[loads];
-    kvpc_place_words<loads>(src, c.src + at, 16 * lanes);
-    kvpc_place_words<loads>(dst, c.dst + at, 16 * lanes);
-    kvpc_load_words<loads, false>(v, !c.zero, src, 16 * lanes, at, c.bytes);
-    kvpc_store_words<loads, false, false>(dst, v, 16 * lanes, at, c.bytes);
+    kvpc_move_chunk<words, kvpc_once_loads, 1>(p, work, threadIdx.x & (lanes - 1), lanes);
 }
 
-/* Of 1, 2, 4, 8 or 16 bytes, at a multiple of them. */
-template <class piece> KVPRIM_DEVICE void kvpc_copy_piece(const kvpc_chunk &c)
-{
-    *(piece *)kvpc_global(c.dst) = c.zero ? piece{} : *(const piece *)kvpc_global(c.src);
-}
-
-/* Rows in pieces of at most 16 bytes, as in the first layout of vLLM: each thread moves one. */
-template <uint32_t most_tasks>
+/* On as many multiprocessors as there are: each group moves one chunk after the other. */
+template <class number, class params>
 static __global__ void __launch_bounds__(kvpc_unaligned_threads)
-    kvpc_move_pieces_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
+    kvpc_move_any_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
 {
+    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
+    const number in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
     if (p.pdl)
         kvpc_pdl_wait();
-    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < (uint32_t)p.total; i += gridDim.x * blockDim.x) {
-        const kvpc_chunk c = kvpc_find_chunk<true>(p, i, true);
-        if (c.bytes == 16)
-            kvpc_copy_piece<uint4>(c);
-        else if (c.bytes == 8)
-            kvpc_copy_piece<uint2>(c);
-        else if (c.bytes == 4)
-            kvpc_copy_piece<uint32_t>(c);
-        else if (c.bytes == 2)
-            kvpc_copy_piece<uint16_t>(c);
-        else if (c.bytes == 1)
-            kvpc_copy_piece<char>(c);
-    }
+    for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total; work += groups)
+        kvpc_move_chunk<false, kvpc_any_loads, kvpc_any_loads>(p, work, lane, lanes);
 }
 
 /* The words of a chunk from byte `at` on, `step` bytes apart. */
@@ -1102,44 +1227,32 @@ enum { kvpc_stores_first = 1 };
 enum { kvpc_stores_first = 0 };
 #endif
 
-/* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
-template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
+/* On few multiprocessors. While one chunk is on its way, a group finds the next. */
+template <bool words, uint32_t loads, class params>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
-    kvpc_move_few_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
+    kvpc_move_few_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
 {
-    const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
+    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
+    const uint32_t in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
     if (p.pdl)
         kvpc_pdl_wait();
-    for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
+    for (uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (uint32_t)p.total;
+         work += groups) {
         if (kvpc_stores_first)
             kvpc_store_once<loads>(c, at, 16 * lanes, v);
-        const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
+        const kvpc_chunk next = kvpc_find_chunk<words>(p, work, lane == 0);
         if (!kvpc_stores_first)
             kvpc_store_once<loads>(c, at, 16 * lanes, v);
         c = next;
+        if (!words && !kvpc_is_words(c)) {
+            kvpc_copy_chunk<kvpc_bytes_loads>(c, lane, lanes);
+            c.bytes = 0;
+        }
         kvpc_load_once<loads>(c, at, 16 * lanes, v);
     }
     kvpc_store_once<loads>(c, at, 16 * lanes, v);
-}
-
-/* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
-template <uint32_t lanes, class number, uint32_t most_tasks>
-static __global__ void __launch_bounds__(kvpc_unaligned_threads)
-    kvpc_move_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
-{
-    const uint32_t lane = threadIdx.x % lanes;
-    const number in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
-    if (p.pdl)
-        kvpc_pdl_wait();
-    for (number work = blockIdx.x * in_block + threadIdx.x / lanes; work < (number)p.total; work += groups) {
-        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
-        if (c.bytes > 0 && c.zero)
-            kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);
-        else if (c.bytes > 0)
-            kvpc_copy<lanes>(kvpc_global(c.dst), kvpc_global(c.src), c.bytes, lane);
-    }
 }
 
 /* A transfer over the link whose units are no whole lines of 128 bytes. On one side, called near, units follow each
@@ -1167,26 +1280,22 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_lines_kernel(const KVPRIM_GRID_CONSTANT kvpc_lines KVPRIM_IN_PLACE p)
 {
     const uint32_t in_block = blockDim.x / 32, lane = threadIdx.x % 32;
-    const kvpc_naming &dst_rows = p.task.dst_rows, &src_rows = p.task.src_rows;
+    const kvpc_task &t = p.task;
     if (p.pdl)
         kvpc_pdl_wait();
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / 32; work < (uint32_t)p.total;
          work += gridDim.x * in_block) {
         const uint32_t run = kvpc_divide(work, p.tiles), tile = work - run * (uint32_t)p.tiles.by;
-        const uint32_t group = kvpc_divide(run, p.task.count), i = run - group * (uint32_t)p.task.count.by;
+        const uint32_t group = kvpc_divide(run, t.count), i = run - group * (uint32_t)t.count.by;
         int64_t to, from;
-        kvpc_load_indices(p.task, i, &to, &from);
-        const uint64_t to_row = (uint64_t)to - (uint64_t)dst_rows.base,
-                       from_row = (uint64_t)from - (uint64_t)src_rows.base;
-        const bool dst_inside = to >= dst_rows.base && to_row < dst_rows.rows;
-        const bool src_inside = from >= src_rows.base && from_row < src_rows.rows;
-        if (!dst_inside || !src_inside) {
-            const bool past = (!dst_inside && to >= dst_rows.base) || (!src_inside && from >= src_rows.base);
-            if (past && group == 0 && tile == 0 && lane == 0 && p.task.rejected)
-                atomicAdd(p.task.rejected, 1u);
+        kvpc_load_indices(t, i, &to, &from);
+        if (!kvpc_is_inside(t.dst_rows, to) || !kvpc_is_inside(t.src_rows, from)) {
+            if (group == 0 && tile == 0 && lane == 0)
+                kvpc_count_past(t, to, from);
             continue;
         }
-        const uint64_t dst = kvpc_place(p.task.dst, (uint32_t)to_row), src = kvpc_place(p.task.src, (uint32_t)from_row);
+        const uint64_t dst = kvpc_place(t.dst, (uint32_t)kvpc_row_of(t.dst_rows, to)),
+                       src = kvpc_place(t.src, (uint32_t)kvpc_row_of(t.src_rows, from));
         const uint64_t near_row = p.near_base + group * p.near_step + (p.near_is_dst ? dst : src);
         const uint64_t far_row = p.near_is_dst ? src : dst;
         const uint32_t first = tile * kvpc_tile_words + lane - (uint32_t)(near_row / 16 % kvpc_line_words);
@@ -1206,186 +1315,6 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
                 kvpc_store16_once(p.near_is_dst ? near_row + 16 * (uint64_t)w : far_word[k], v[k]);
         }
     }
-}
-
-/* Parameters of a launch whose layers only the GPU knows, or whose rows the host names (kvpc_listed). As the tables may
-   begin anywhere, the kernel looks at each chunk's alignment.
-
-   A kvpc_stack says where the layers of one side begin: at the addresses in `array` (device memory), or at those that
-   n32 holds from word `words` on, or `step` bytes apart from `base` on. If the host names the side's rows, n32 holds
-   them from word `list` on. 0 in array, words or list: it is not used. */
-typedef struct kvpc_stack {
-    uint64_t array, base, step;
-    uint32_t words, list;
-} kvpc_stack;
-
-/* Words of n32 are counted from kvpc_first_word on, as 0 says that there are none. kvpc_bare_params have room for none,
-   which spares the kernels the tests for them, and the host the time to copy the parameters. */
-enum { kvpc_first_word = 2, kvpc_bare_params = 384 };
-
-template <uint32_t bytes> struct kvpc_listed {
-    static const bool bare = bytes == kvpc_bare_params;
-    static const uint32_t room = (bytes - 24 - sizeof(kvpc_task) - 2 * sizeof(kvpc_stack)) / 4;
-    uint64_t total;
-    uint32_t part_bytes, pdl;
-    uint32_t lanes_shift, row_words; /* 1 << lanes_shift threads move a chunk; row_words: of a list */
-    kvpc_stack dst, src;             /* before what is needed after the loads: see kvpc_plain */
-    kvpc_task task;
-    uint32_t n32[room];
-};
-
-template <uint32_t bytes>
-KVPRIM_DEVICE uint64_t kvpc_layer_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t layer)
-{
-    if (kvpc_listed<bytes>::bare || s.words == 0)
-        return s.base + layer * s.step;
-    return (uint64_t)p.n32[s.words + 2 * layer + 1] << 32 | p.n32[s.words + 2 * layer];
-}
-
-/* Row i of a list, as the index rule leaves it. Only where numbers have 64 bits it may take two words. */
-template <class number, uint32_t bytes>
-KVPRIM_DEVICE int64_t kvpc_row_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t i)
-{
-    if (sizeof(number) == 4 || p.row_words == 1)
-        return (int32_t)p.n32[s.list + i];
-    return (int64_t)((uint64_t)p.n32[s.list + 2 * i + 1] << 32 | p.n32[s.list + 2 * i]);
-}
-
-/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst, and the last one takes what a
-   unit that begins inside 16 bytes has more than its parts. All loads come first, and no wait between them. */
-template <class number, uint32_t bytes>
-KVPRIM_DEVICE kvpc_chunk kvpc_find_listed(const kvpc_listed<bytes> &p, number work, bool first_lane)
-{
-    const kvpc_task &s = p.task;
-    const number layer_row = kvpc_divide(work, s.chunks), in_row = work - layer_row * (number)s.chunks.by;
-    const number layer = kvpc_divide(layer_row, s.count), i = layer_row - layer * (number)s.count.by;
-    uint64_t dst_base = 0, src_base = 0;
-    int64_t to, from;
-    if (p.dst.array)
-        dst_base = (uint64_t)kvpc_load_i64(p.dst.array + 8 * (uint64_t)layer);
-    if (p.src.array)
-        src_base = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)layer);
-    kvpc_load_indices(s, i, &to, &from);
-    if (!kvpc_listed<bytes>::bare && p.dst.list)
-        to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
-    if (!kvpc_listed<bytes>::bare && p.src.list)
-        from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
-    if (!p.dst.array)
-        dst_base = kvpc_layer_in(p, p.dst, (uint32_t)layer);
-    if (!p.src.array)
-        src_base = kvpc_layer_in(p, p.src, (uint32_t)layer);
-    number part = in_row;
-    if (s.units > 1) {
-        const number unit = kvpc_divide(in_row, s.parts);
-        part = in_row - unit * (number)s.parts.by;
-        dst_base += unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
-        src_base += unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
-    }
-    const uint64_t dst_row = (uint64_t)to - (uint64_t)s.dst_rows.base,
-                   src_row = (uint64_t)from - (uint64_t)s.src_rows.base;
-    const bool dst_inside = to >= s.dst_rows.base && dst_row < s.dst_rows.rows;
-    const bool src_inside = from >= s.src_rows.base && src_row < s.src_rows.rows;
-    kvpc_chunk c;
-    c.dst = dst_base + kvpc_place(s.dst, (number)dst_row);
-    c.src = src_base + kvpc_place(s.src, (number)src_row);
-    c.zero = false;
-    const number lead = (number)(c.dst % 16), at = part ? part * p.part_bytes - lead : 0;
-    const number end = part + 1 == (number)s.parts.by ? (number)s.unit_bytes : (part + 1) * p.part_bytes - lead;
-    c.dst += at, c.src += at;
-    c.bytes = dst_inside && src_inside ? (uint32_t)(end - at) : 0;
-    if (c.bytes == 0 && layer == 0 && in_row == 0 && first_lane && s.rejected)
-        if ((!dst_inside && to >= s.dst_rows.base) || (!src_inside && from >= s.src_rows.base))
-            atomicAdd(s.rejected, 1u);
-    return c;
-}
-
-/* Whether a chunk is whole aligned words on both sides. */
-KVPRIM_DEVICE bool kvpc_is_words(const kvpc_chunk &c)
-{
-    return (c.dst | c.src | c.bytes) % 16 == 0;
-}
-
-/* A chunk of any alignment, by `lanes` threads, of which each has `loads` words on their way. */
-template <uint32_t loads> KVPRIM_DEVICE void kvpc_copy_chunk(const kvpc_chunk &c, uint32_t lane, uint32_t lanes)
-{
-    const uint32_t lead = (uint32_t)(c.dst % 16), end = c.bytes ? lead + c.bytes : 0;
-    for (uint32_t w = lane; 16 * w < end; w += loads * lanes)
-        kvpc_copy_words<loads>(c.dst, c.src, (int32_t)lead, (int32_t)c.bytes, w, lanes, true, true, false);
-}
-
-enum { kvpc_listed_loads = 2, kvpc_listed_few_loads = 8 }; /* words of a chunk that a thread moves; on few SMs */
-
-/* The kernels below do for kvpc_listed what those above do for kvpc_batch. A byte-wise copy has one word on its way, so
-   that it takes no registers from the rest. */
-template <class params, class number>
-KVPRIM_DEVICE void kvpc_move_listed(const params &p, number work, uint32_t lane, uint32_t lanes)
-{
-    const uint32_t loads = kvpc_listed_loads, at = 16 * lane, step = 16 * lanes;
-    const kvpc_chunk c = kvpc_find_listed<number>(p, work, lane == 0);
-    if (kvpc_is_words(c)) {
-        uint64_t src[loads], dst[loads];
-        uint4 v[loads];
-        kvpc_place_words<loads>(src, c.src + at, step);
-        kvpc_place_words<loads>(dst, c.dst + at, step);
-        kvpc_load_words<loads, false>(v, true, src, step, at, c.bytes);
-        kvpc_store_words<loads, false, false>(dst, v, step, at, c.bytes);
-    } else
-        kvpc_copy_chunk<1>(c, lane, lanes);
-}
-
-/* On the whole GPU. */
-template <class params>
-static __global__ void __launch_bounds__(kvpc_threads)
-    kvpc_listed_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
-{
-    const uint32_t lanes = 1u << p.lanes_shift, in_block = kvpc_threads >> p.lanes_shift;
-    const uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift);
-    if (work >= (uint32_t)p.total)
-        return;
-    if (p.pdl)
-        kvpc_pdl_wait();
-    kvpc_move_listed(p, work, threadIdx.x & (lanes - 1), lanes);
-}
-
-/* Any number of chunks. */
-template <class params>
-static __global__ void __launch_bounds__(kvpc_threads)
-    kvpc_listed_many_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
-{
-    const uint32_t lanes = 1u << p.lanes_shift;
-    const uint64_t in_block = kvpc_threads >> p.lanes_shift;
-    if (p.pdl)
-        kvpc_pdl_wait();
-    for (uint64_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < p.total;
-         work += gridDim.x * in_block)
-        kvpc_move_listed(p, work, threadIdx.x & (lanes - 1), lanes);
-}
-
-template <class params>
-static __global__ void __launch_bounds__(kvpc_few_sms_threads)
-    kvpc_listed_few_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
-{
-    const uint32_t loads = kvpc_listed_few_loads, lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
-    const uint32_t at = 16 * lane, in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
-    uint4 v[loads];
-    kvpc_chunk c = {0, 0, 0, false};
-    if (p.pdl)
-        kvpc_pdl_wait();
-    for (uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (uint32_t)p.total;
-         work += groups) {
-        if (kvpc_stores_first)
-            kvpc_store_once<loads>(c, at, 16 * lanes, v);
-        const kvpc_chunk next = kvpc_find_listed<uint32_t>(p, work, lane == 0);
-        if (!kvpc_stores_first)
-            kvpc_store_once<loads>(c, at, 16 * lanes, v);
-        c = next;
-        if (!kvpc_is_words(c)) {
-            kvpc_copy_chunk<kvpc_bytes_loads>(c, lane, lanes);
-            c.bytes = 0;
-        }
-        kvpc_load_once<loads>(c, at, 16 * lanes, v);
-    }
-    kvpc_store_once<loads>(c, at, 16 * lanes, v);
 }
 
 /* >>impl_convert_elements --------------------------------------------------------------------------------------------
@@ -1690,10 +1619,10 @@ typedef struct kvpc_route {
 typedef struct kvpc_convert {
     kvpc_plain plain; /* heads are counted in octets; row_bytes, pair and step are not used */
     kvpc_route route[2];
-    uint32_t octets;                 /* of the longest route */
-    uint32_t tile_magic, tile_shift; /* of kvpc_divisor: octets of a tile; 0: it is the row */
-    uint32_t divides;                /* 0: elements are multiplied by their scale, or by its reciprocal */
-    uint32_t e5m2, e8m0;             /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
+    uint32_t octets;     /* of the longest route */
+    kvpc_divisor tile;   /* octets of a tile; 0: it is the row */
+    uint32_t divides;    /* 0: elements are multiplied by their scale, or by its reciprocal */
+    uint32_t e5m2, e8m0; /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
     uint32_t *nans;
 } kvpc_convert;
 
@@ -1707,32 +1636,21 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
     float least, largest, inverse; /* `largest`: of the type; `inverse`: its reciprocal */
 } kvpc_convert_tiles;
 
-/* kvpc_find_row, of an index whose address is known. */
-KVPRIM_DEVICE kvpc_index kvpc_find_row_at(const kvpc_plain &p, uint64_t at)
-{
-    kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
-    if (p.index_is_i64)
-        x.high = kvpc_load_i32(at + 4);
-    x.row = (uint32_t)x.low - p.base;
-    x.inside = x.row < p.rows && x.high == 0;
-    return x;
-}
-
 KVPRIM_DEVICE uint32_t kvpc_page_of(const kvpc_plain &p, uint32_t row)
 {
-    return __umulhi(2 * row, p.page_magic) >> p.page_shift;
+    return kvpc_divide(row, p.page);
 }
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
 KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, uint64_t at, uint32_t octet)
 {
-    return kvpc_row_at(at, __umulhi(2 * (octet + s.octet), p.head_magic) >> p.head_shift, s.head);
+    return kvpc_row_at(at, kvpc_divide(octet + s.octet, p.head), s.head);
 }
 
 /* The address of the scale of an octet's tile, in a row whose scales begin at `row`. */
 KVPRIM_DEVICE uint64_t kvpc_tile_at(const kvpc_convert &p, const kvpc_route &s, uint64_t row, uint32_t octet)
 {
-    return kvpc_row_at(row, __umulhi(2 * (octet + s.octet), p.tile_magic) >> p.tile_shift, s.tile);
+    return kvpc_row_at(row, kvpc_divide(octet + s.octet, p.tile), s.tile);
 }
 
 KVPRIM_DEVICE float kvpc_load_scale(uint64_t address, bool e8m0)
@@ -1809,7 +1727,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_pdl_trigger();
     if (!kvpc_find_thread(p.plain, true, 1, &i, &at) || at >= 16 * p.octets)
         return;
-    const uint64_t index_at = kvpc_row_at(p.plain.index, i, p.plain.index_step);
+    const uint64_t index_at = kvpc_index_at(p.plain, i);
     uint64_t src[routes], scale_at[routes];
     kvpc_settle(index_at);
     for (uint32_t m = 0; m < routes; m++) {
@@ -1821,7 +1739,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_pdl_wait();
     if (p.plain.pdl == kvpc_trigger_late) /* after the loads it would be compiled to wait for them */
         kvpc_pdl_trigger();
-    const kvpc_index x = kvpc_find_row_at(p.plain, index_at);
+    const kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
     uint4 v[routes];
     float scale[routes];
     bool stores[routes];
@@ -1861,11 +1779,11 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (!kvpc_find_thread(p.plain, true, loads, &i, &at))
         return;
     const uint32_t first = at / 16, step = p.plain.row_threads;
-    const uint64_t index_at = kvpc_row_at(p.plain.index, i, p.plain.index_step);
+    const uint64_t index_at = kvpc_index_at(p.plain, i);
     kvpc_settle(index_at);
     if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
-    const kvpc_index x = kvpc_find_row_at(p.plain, index_at);
+    const kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
     float scale[loads];
     uint2 v[loads];
     for (uint32_t k = 0; k < loads; k++)
@@ -1931,14 +1849,14 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile;
     const bool any = i < p.plain.count && in_group < p.plain.block_rows;
     const kvpc_route &s = p.route[copies || blockIdx.x];
-    const uint64_t index_at = kvpc_row_at(p.plain.index, any ? i : 0, p.plain.index_step);
+    const uint64_t index_at = kvpc_index_at(p.plain, any ? i : 0);
     const uint64_t src = kvpc_row_at(s.src + 16 * first, i, s.src_stride);
     kvpc_settle(index_at), kvpc_settle(src);
     if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
     if (p.plain.pdl == kvpc_trigger_late)
         kvpc_pdl_trigger();
-    kvpc_index x = kvpc_find_row_at(p.plain, index_at);
+    kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
     x.inside = x.inside && any;
     uint4 v[loads];
     bool has[loads];
@@ -2879,21 +2797,6 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
     return parts;
 }
 
-typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
-
-/* Dependent only up to kvpc_many_blocks: a GPU starts less than one dependent block per nanosecond, and so much work
-   gains nothing from an early start. With more rows than gridDim.y counts, gridDim.z counts them by kvpc_grid_rows. */
-static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, kvpc_fit fit, uint32_t parts,
-                                     kvpc_plain_kernel alone, kvpc_plain_kernel dependent)
-{
-    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows);
-    const uint32_t z = rows > UINT16_MAX ? kvpc_parts_of(rows, kvpc_grid_rows) : 1;
-    const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
-    kvpc_call started = *call;
-    started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
-    return kvpc_start(&started, started.launch.pdl ? dependent : alone, blocks, p->block_rows * p->row_threads, *p);
-}
-
 /* The fit of rows of whole words that threads share as kvpc_shape_rows says. */
 static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uint32_t parts)
 {
@@ -2902,63 +2805,56 @@ static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uin
     return paged ? exact ? kvpc_paged : kvpc_paged_words : exact && parts == 1 ? kvpc_exact : kvpc_words;
 }
 
-template <uint32_t loads, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_gather_of(kvpc_fit fit)
+typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
+
+/* The kernels of plain rows: by tables that are stored (0: a gather), loads and fit. */
+#define KVPRIM_EACH_FIT(kernel, ...)                                                                                   \
+    {                                                                                                                  \
+        kernel<__VA_ARGS__, kvpc_exact>, kernel<__VA_ARGS__, kvpc_words>, kernel<__VA_ARGS__, kvpc_tails>,             \
+            kernel<__VA_ARGS__, kvpc_paged>, kernel<__VA_ARGS__, kvpc_paged_words>                                     \
+    }
+static const kvpc_plain_kernel kvpc_plain_kernels[3][2][5] = {
+    {KVPRIM_EACH_FIT(kvpc_gather_kernel, 1), KVPRIM_EACH_FIT(kvpc_gather_kernel, 2)},
+    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 1), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 1)},
+    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 2), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 2)}};
+#undef KVPRIM_EACH_FIT
+
+/* One load per thread and table until there are enough threads to fill the GPU. Then two, of a gather: more in flight
+   gains nothing. Of a store only if all threads fit the GPU at once with two and not with one: that is 5 to 8 % faster.
+   Not in a dependent launch, which then spreads badly over the multiprocessors. */
+static uint32_t kvpc_loads_of(const kvpc_call *call, uint64_t bytes, uint32_t tables)
 {
-    static const kvpc_plain_kernel kernels[] = {
-        kvpc_gather_kernel<loads, kvpc_exact, pdl>, kvpc_gather_kernel<loads, kvpc_words, pdl>,
-        kvpc_gather_kernel<loads, kvpc_tails, pdl>, kvpc_gather_kernel<loads, kvpc_paged, pdl>,
-        kvpc_gather_kernel<loads, kvpc_paged_words, pdl>};
-    return kernels[fit];
+    if (tables == 0)
+        return bytes > kvpc_few_bytes ? 2 : 1;
+    const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
+    return !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
 }
 
-/* One load per thread until there are enough threads to fill the GPU, then two: more in flight gains nothing. */
-static kvprim_status kvpc_run_gather(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
-{
-    const uint32_t loads = (uint64_t)p->count * p->row_bytes[0] > kvpc_few_bytes ? 2 : 1;
-    const uint32_t parts = kvpc_shape_rows(p, loads, 1);
-    const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
-    if (loads == 1)
-        return kvpc_start_rows(call, p, fit, parts, kvpc_gather_of<1, kvpc_alone>(fit),
-                               kvpc_gather_of<1, kvpc_trigger_late>(fit));
-    return kvpc_start_rows(call, p, fit, parts, kvpc_gather_of<2, kvpc_alone>(fit),
-                           kvpc_gather_of<2, kvpc_trigger_late>(fit));
-}
-
-template <uint32_t loads, uint32_t tables, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_store_of(kvpc_fit fit)
-{
-    static const kvpc_plain_kernel kernels[] = {
-        kvpc_store_kernel<loads, tables, kvpc_exact, pdl>, kvpc_store_kernel<loads, tables, kvpc_words, pdl>,
-        kvpc_store_kernel<loads, tables, kvpc_tails, pdl>, kvpc_store_kernel<loads, tables, kvpc_paged, pdl>,
-        kvpc_store_kernel<loads, tables, kvpc_paged_words, pdl>};
-    return kernels[fit];
-}
-
-/* One load per thread and table. Two if all threads fit the GPU at once with two and not with one: that is 5 to 8 %
-   faster. Not in a dependent launch, which then spreads badly over the multiprocessors. */
-template <uint32_t tables>
-static kvprim_status kvpc_run_store(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
+/* Rows of whole words, or with kvpc_tails. A launch is dependent only up to kvpc_many_blocks: a GPU starts less than one
+   dependent block per nanosecond, and so much work gains nothing from an early start. With more rows than gridDim.y
+   counts, gridDim.z counts them by kvpc_grid_rows. */
+static kvprim_status kvpc_start_words(const kvpc_call *call, kvpc_plain *p, uint32_t tables, bool paged, bool tails)
 {
     const uint64_t bytes = (uint64_t)p->count * (p->row_bytes[0] + p->row_bytes[1]);
-    const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
-    const uint32_t loads = !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
-    const uint32_t parts = kvpc_shape_rows(p, loads, tables);
+    const uint32_t loads = kvpc_loads_of(call, bytes, tables), parts = kvpc_shape_rows(p, loads, tables ? tables : 1);
     const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
-    return kvpc_start_rows(call, p, fit, parts,
-                           loads == 1 ? kvpc_store_of<1, tables, kvpc_alone>(fit)
-                                      : kvpc_store_of<2, tables, kvpc_alone>(fit),
-                           bytes <= kvpc_first_bytes ? kvpc_store_of<1, tables, kvpc_trigger_first>(fit)
-                                                     : kvpc_store_of<1, tables, kvpc_trigger_late>(fit));
+    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows);
+    const uint32_t z = rows > UINT16_MAX ? kvpc_parts_of(rows, kvpc_grid_rows) : 1;
+    const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
+    kvpc_call started = *call;
+    started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
+    p->late = started.launch.pdl && (tables == 0 || bytes > kvpc_first_bytes);
+    p->first = started.launch.pdl && !p->late;
+    return kvpc_start(&started, kvpc_plain_kernels[tables][loads - 1][fit], blocks, p->block_rows * p->row_threads, *p);
 }
 
 static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads, groups = kvpc_threads / kvpc_bytes_lanes;
     p->k_parts = kvpc_parts_of(p->row_bytes[0] + 15, part); /* a row may lie in one word more than it fills */
-    p->parts = p->k_parts + (p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0);
-    const kvpc_divisor parts = kvpc_divisor_of(p->parts);
-    p->parts_magic = parts.magic;
-    p->parts_shift = parts.shift;
-    return kvpc_start(call, kvpc_bytes_kernel, kvpc_parts_of(p->count * p->parts, groups), kvpc_threads, *p);
+    const uint32_t parts = p->k_parts + (p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0);
+    p->parts = kvpc_divisor_of(parts);
+    return kvpc_start(call, kvpc_bytes_kernel, kvpc_parts_of(p->count * parts, groups), kvpc_threads, *p);
 }
 
 /* One plain move, or K and V. `bits`: see kvpc_is_plain_side. */
@@ -2966,8 +2862,6 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
 {
     const kvprim_side *const indexed = moves->zero ? &moves->src : &moves->dst;
     const kvprim_table *const t = &indexed->table;
-    const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
-    const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0);
     kvpc_plain p = {};
     uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
     for (int k = 0; k < n; k++) {
@@ -2989,11 +2883,9 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     p.rows = (uint32_t)t->rows;
     p.base = (uint32_t)indexed->index_base;
     p.count = (uint32_t)moves->count;
-    p.page_magic = page.magic;
-    p.page_shift = page.shift;
-    p.head_magic = head.magic;
-    p.head_shift = head.shift;
-    p.pdl = call->launch.pdl != 0;
+    p.page = kvpc_divisor_of(t->page_rows);
+    p.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0);
+    p.pdl = call->launch.pdl ? kvpc_trigger_late : kvpc_alone;
     p.gather = moves->zero != 0;
     p.fetch = edges % kvpc_granule_bytes != 0;
     if (bits % 16 != 0)
@@ -3002,9 +2894,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
     const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
     const bool paged = kvpc_is_paged(indexed);
-    return p.gather ? kvpc_run_gather(call, &p, paged, tails && !paged)
-           : n == 1 ? kvpc_run_store<1>(call, &p, paged, tails && !paged)
-                    : kvpc_run_store<2>(call, &p, paged, tails && !paged);
+    return kvpc_start_words(call, &p, p.gather ? 0 : (uint32_t)n, paged, tails && !paged);
 }
 
 /* >>impl_convert_plan ---------------------------------------------------------------------------------------------- */
@@ -3105,11 +2995,8 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
     s.page = (uint32_t)kvpc_page_step(t);
     s.head = (uint32_t)kvpc_head_step(indexed);
     s.octets = (uint32_t)(other->piece_bytes * other->table.heads / 16);
-    if (t->page_rows > 0) {
-        const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
-        p->page_magic = page.magic;
-        p->page_shift = page.shift;
-    }
+    if (t->page_rows > 0)
+        p->page = kvpc_divisor_of(t->page_rows);
     if (!indexed->format.dtype)
         return s;
     const kvprim_format &f = indexed->format;
@@ -3130,8 +3017,6 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     const kvprim_table *const t = &indexed->table;
     const kvprim_format &f = indexed->format;
     const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
-    const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0);
-    const kvpc_divisor tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0);
     p->plain.index = (uintptr_t)indexed->index;
     p->plain.index_is_i64 = indexed->index_type == KVPRIM_I64;
     p->plain.index_step = (uint32_t)indexed->index_stride * (p->plain.index_is_i64 ? 8 : 4);
@@ -3139,17 +3024,15 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     p->plain.rows = (uint32_t)t->rows;
     p->plain.base = (uint32_t)indexed->index_base;
     p->plain.count = (uint32_t)m->count;
-    p->plain.head_magic = head.magic;
-    p->plain.head_shift = head.shift;
-    p->tile_magic = tile.magic;
-    p->tile_shift = tile.shift;
+    p->plain.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0);
+    p->tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0);
     p->divides = f.scale && !m->zero && !f.scale_inverse;
     p->e5m2 = f.dtype == KVPRIM_F8E5M2;
     p->e8m0 = f.scale_dtype == KVPRIM_F8E8M0;
     p->nans = m->zero ? NULL : f.nans;
 }
 
-/* Blocks of `parts` parts of each group of rows; as kvpc_start_rows. */
+/* Blocks of `parts` parts of each group of rows; as kvpc_start_words. */
 template <class params>
 static kvprim_status kvpc_start_convert(const kvpc_call *call, void (*kernel)(const params KVPRIM_IN_PLACE),
                                         uint32_t parts, uint32_t threads, uint64_t bytes, params *p)
@@ -3334,15 +3217,22 @@ static void kvpc_set_task(kvpc_task *t, const kvprim_move *m, uint64_t *bits)
     t->zero = m->zero != 0;
 }
 
-/* Cuts rows into chunks. `aligned`: nothing begins or ends inside 16 bytes; otherwise a part is that much longer. */
-template <uint32_t most_tasks> static void kvpc_cut(kvpc_batch<most_tasks> *p, uint32_t part_bytes, bool aligned)
+/* Into log2 of how many threads' share a unit is cut, by the largest unit of a launch. */
+static uint32_t kvpc_lanes_shift(const kvpc_call *call, uint64_t unit, bool aligned)
 {
-    p->part_bytes = aligned ? part_bytes : part_bytes + 16;
+    const bool few = call->launch.max_sms > 0;
+    const uint64_t eight = few ? call->link ? 1024 : 512 : 256, sixteen = few ? UINT64_MAX : 512; /* bytes, at most */
+    return unit <= 16 ? 0 : unit <= (aligned ? eight : 256) ? 3 : aligned && unit <= sixteen ? 4 : 5;
+}
+
+/* Cuts the units of all tasks into chunks of `loads` words a thread. */
+template <class params> static void kvpc_cut(params *p, kvpc_task *tasks, uint32_t n, uint32_t shift, uint32_t loads)
+{
+    p->lanes_shift = shift;
+    p->part_bytes = 16 * loads << shift;
     p->total = 0;
-    for (uint32_t k = 0; k < p->tasks; k++) {
-        kvpc_task *const t = &p->task[k];
-        const uint64_t touched = aligned ? t->unit_bytes : t->unit_bytes + 15;
-        t->parts = kvpc_divisor_of((int64_t)((touched + p->part_bytes - 1) / p->part_bytes));
+    for (kvpc_task *t = tasks; t != tasks + n; t++) {
+        t->parts = kvpc_divisor_of((int64_t)((t->unit_bytes + p->part_bytes - 1) / p->part_bytes));
         t->chunks = kvpc_divisor_of((int64_t)(t->units * t->parts.by));
         t->first_chunk = p->total;
         p->total += t->chunks.by * t->count.by * t->layers;
@@ -3371,75 +3261,39 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(con
     return kvpc_start(call, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p);
 }
 
-/* Rows that begin and end at multiples of 16 bytes. On few multiprocessors a thread loads 8 words before it stores, of
-   rows of 513 to 1,024 bytes only 4, which is faster except over the link; and 4 where several moves take registers. */
-template <uint32_t most_tasks>
-static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit)
+/* The call on as many multiprocessors as such units need over the link. */
+static kvpc_call kvpc_on_link(const kvpc_call *call, uint64_t unit, bool aligned)
 {
-    const uint32_t few_loads = most_tasks > 1 ? 4 : 8;
-    static void (*const kernels[2][3])(const kvpc_batch<most_tasks> KVPRIM_IN_PLACE) = {
-        {kvpc_move_kernel<8, 2, most_tasks>, kvpc_move_kernel<16, 2, most_tasks>, kvpc_move_kernel<32, 2, most_tasks>},
-        {kvpc_move_few_kernel<8, few_loads, most_tasks>, kvpc_move_few_kernel<16, few_loads, most_tasks>, NULL}};
-    const bool few = call->launch.max_sms > 0;
-    const uint32_t few_lanes = unit <= (call->link ? 1024 : 512) ? 8 : 16;
-    const uint32_t lanes = few ? few_lanes : unit <= 256 ? 8 : unit <= 512 ? 16 : 32;
-    const kvpc_call start = kvpc_with_sms(call, unit < 2048 ? kvpc_link_short_sms : kvpc_link_sms);
-    kvpc_cut(p, 16 * lanes * (few ? few_loads : 2), true);
-    return kvpc_start_groups(&start, kernels[few][lanes / 16], kvpc_few_sms_threads, lanes, p);
+    return kvpc_with_sms(call, !aligned || unit <= 16 ? kvpc_link_unaligned_sms
+                               : unit < 2048          ? kvpc_link_short_sms
+                                                      : kvpc_link_sms);
 }
 
-/* Any rows. large: more rows or chunks than the other kernels count. */
-template <uint32_t most_tasks>
-static kvprim_status kvpc_start_unaligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit, bool large)
-{
-    const uint32_t lanes = large || unit > 256 ? 32 : 8;
-    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
-    kvpc_cut(p, lanes == 8 ? 256 : 2048, false);
-    return kvpc_start_groups(&start,
-                             large        ? kvpc_move_bytes_kernel<32, uint64_t, most_tasks>
-                             : lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t, most_tasks>
-                                          : kvpc_move_bytes_kernel<32, uint32_t, most_tasks>,
-                             kvpc_unaligned_threads, lanes, p);
-}
-
-/* Whether kvpc_move_pieces_kernel can move a task's units. */
-template <uint32_t most_tasks> static bool kvpc_is_in_pieces(const kvpc_batch<most_tasks> *p, const kvpc_task *t)
-{
-    const kvpc_layout *const d = &t->dst, *const s = &t->src;
-    if (t->unit_bytes > 16 || (t->unit_bytes & (t->unit_bytes - 1)) != 0)
-        return false;
-    uint64_t bits = (uint64_t)(d->stride | d->page_step | d->head_step | s->stride | s->page_step | s->head_step);
-    for (uint64_t l = t->first_layer; l < t->first_layer + t->layers; l++)
-        bits |= p->layer[l].dst | p->layer[l].src;
-    return bits % t->unit_bytes == 0;
-}
-
-/* `bits`: see kvpc_layout_of; the layers' addresses count as well. */
+/* `bits`: see kvpc_layout_of; the layers' addresses count as well. On few multiprocessors a thread loads 8 words before
+   it stores, of rows of 513 to 1,024 bytes only 4, which is faster except over the link; and 4 where several moves take
+   registers. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t bits)
 {
-    const uint64_t most = (uint64_t)1 << 31;
-    uint64_t unit = 0, chunks = 0;
-    bool large = false, pieces = true;
+    typedef kvpc_batch<most_tasks> params;
+    const uint32_t few_loads = most_tasks > 1 ? kvpc_few_loads / 2 : kvpc_few_loads;
+    uint64_t unit = 0;
     for (uint32_t k = 0; k < p->tasks; k++) {
         const kvpc_task *const t = &p->task[k];
-        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1);
-        const uint64_t rows = t->count.by < most ? t->count.by * t->layers : most;
         unit = t->unit_bytes > unit ? t->unit_bytes : unit;
-        large |= t->dst_rows.rows > most || t->src_rows.rows > most || in_row >= most / rows;
-        chunks += large ? 0 : in_row * rows;
-        pieces = pieces && kvpc_is_in_pieces(p, t);
         for (uint64_t l = t->first_layer; l < t->first_layer + t->layers; l++)
             bits |= p->layer[l].dst | p->layer[l].src;
     }
-    large |= chunks >= most;
+    const bool aligned = bits % 16 == 0, few = call->launch.max_sms > 0;
+    const uint32_t shift = kvpc_lanes_shift(call, unit, aligned), lanes = 1u << shift;
+    const kvpc_call start = kvpc_on_link(call, unit, aligned);
     p->pdl = call->launch.pdl != 0;
-    if (pieces && !large) {
-        const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
-        kvpc_cut(p, 16, true);
-        return kvpc_start_groups(&start, kvpc_move_pieces_kernel<most_tasks>, kvpc_unaligned_threads, 1, p);
-    }
-    return large || bits % 16 != 0 ? kvpc_start_unaligned(call, p, unit, large) : kvpc_start_aligned(call, p, unit);
+    kvpc_cut(p, p->task, p->tasks, shift, !aligned ? kvpc_any_loads : few ? few_loads : kvpc_once_loads);
+    if (!aligned)
+        return kvpc_start_groups(&start, kvpc_move_any_kernel<uint32_t, params>, kvpc_unaligned_threads, lanes, p);
+    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<true, few_loads, params>, kvpc_few_sms_threads, lanes,
+                                   p)
+               : kvpc_start_groups(&start, kvpc_move_kernel<true, params>, kvpc_threads, lanes, p);
 }
 
 /* Where neither side has an index, rows that follow each other without a gap on both sides become one. */
@@ -3518,24 +3372,24 @@ template <uint32_t most_tasks>
 static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvprim_move *m, int32_t first,
                                uint64_t *bits)
 {
-    const uint32_t room = kvpc_batch<most_tasks>::most_layers - p->layers, left = (uint32_t)(m->layers - first);
+    const kvpc_task *const last = p->tasks ? &p->task[p->tasks - 1] : NULL;
+    const uint32_t used = last ? (uint32_t)last->first_layer + last->layers : 0;
+    const uint32_t room = kvpc_batch<most_tasks>::most_layers - used, left = (uint32_t)(m->layers - first);
     const uint32_t layers = left < room ? left : room;
     if (layers == 0 || (!alike && p->tasks == most_tasks))
         return 0;
     if (!alike) {
         kvpc_task *const task = &p->task[p->tasks++];
         kvpc_set_task(task, m, bits);
-        task->first_layer = p->layers;
+        task->first_layer = used;
         task->layers = 0;
         task->rejected = first == 0 ? m->rejected : NULL; /* counted in layer 0 */
     }
     p->task[p->tasks - 1].layers += layers;
-    kvpc_layer *const to = p->layer + p->layers;
     const kvprim_side dst = m->dst, src = m->src;
     for (uint32_t l = 0; l < layers; l++)
-        to[l] = kvpc_layer{(uintptr_t)kvprim_side_layer(&dst, first + (int32_t)l),
-                           (uintptr_t)kvprim_side_layer(&src, first + (int32_t)l)};
-    p->layers += layers;
+        p->layer[used + l] = kvpc_layer{(uintptr_t)kvprim_side_layer(&dst, first + (int32_t)l),
+                                        (uintptr_t)kvprim_side_layer(&src, first + (int32_t)l)};
     return (int32_t)layers;
 }
 
@@ -3606,20 +3460,6 @@ static kvpc_naming kvpc_list_rows(const kvprim_side *side, int64_t first, int64_
     return kvpc_naming{0, 0, (uint64_t)side->table.rows, 0, 0};
 }
 
-/* Cuts the units of a launch into chunks. */
-template <uint32_t bytes> static void kvpc_cut_listed(const kvpc_call *call, kvpc_listed<bytes> *p, bool aligned)
-{
-    kvpc_task *const t = &p->task;
-    const uint64_t unit = t->unit_bytes;
-    const bool few = call->launch.max_sms > 0;
-    const uint64_t eight = few ? call->link ? 1024 : 512 : 256, sixteen = few ? UINT64_MAX : 512; /* bytes, at most */
-    p->lanes_shift = unit <= 16 ? 0 : unit <= (aligned ? eight : 256) ? 3 : aligned && unit <= sixteen ? 4 : 5;
-    p->part_bytes = (few ? 16u * kvpc_listed_few_loads : 16u * kvpc_listed_loads) << p->lanes_shift;
-    t->parts = kvpc_divisor_of((int64_t)((unit + p->part_bytes - 1) / p->part_bytes));
-    t->chunks = kvpc_divisor_of((int64_t)(t->units * t->parts.by));
-    p->total = t->chunks.by * t->count.by * t->layers;
-}
-
 /* Rows and layers of a move in one launch. */
 typedef struct kvpc_slice {
     int32_t layer, layers;
@@ -3628,7 +3468,7 @@ typedef struct kvpc_slice {
 
 /* Fills in all parameters, and returns whether layers that the host knows, and the rest, are made of whole words. */
 template <uint32_t bytes>
-static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
+static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice, uint32_t loads,
                              kvpc_listed<bytes> *p)
 {
     kvpc_task *const t = &p->task;
@@ -3642,44 +3482,51 @@ static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const 
     t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
     t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
     t->count = kvpc_divisor_of(slice->rows);
-    t->first_chunk = t->first_layer = 0;
+    t->first_layer = 0;
     t->layers = (uint32_t)slice->layers;
     t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
-    kvpc_cut_listed(call, p, bits % 16 == 0);
+    kvpc_cut(p, t, 1, kvpc_lanes_shift(call, t->unit_bytes, bits % 16 == 0), loads);
     return bits % 16 == 0;
 }
 
 template <uint32_t bytes>
 static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
 {
-    kvpc_listed<bytes> p;
-    const bool aligned = kvpc_fill_listed(call, m, slice, &p);
-    const uint64_t unit = p.task.unit_bytes;
-    const kvpc_call start = kvpc_with_sms(call, !aligned || unit <= 16 ? kvpc_link_unaligned_sms
-                                                : unit < 2048          ? kvpc_link_short_sms
-                                                                       : kvpc_link_sms);
-    const uint32_t lanes = 1u << p.lanes_shift;
-    if (start.launch.max_sms == 0)
-        return kvpc_start_groups(&start, kvpc_listed_kernel<kvpc_listed<bytes>>, kvpc_threads, lanes, &p);
-    return kvpc_start_groups(&start, kvpc_listed_few_kernel<kvpc_listed<bytes>>, kvpc_few_sms_threads, lanes, &p);
+    typedef kvpc_listed<bytes> params;
+    params p;
+    const bool few = call->launch.max_sms > 0;
+    const bool aligned = kvpc_fill_listed(call, m, slice, few ? kvpc_few_loads : kvpc_once_loads, &p);
+    const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned);
+    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<false, kvpc_few_loads, params>, kvpc_few_sms_threads,
+                                   1u << p.lanes_shift, &p)
+               : kvpc_start_groups(&start, kvpc_move_kernel<false, params>, kvpc_threads, 1u << p.lanes_shift, &p);
 }
 
-/* For more rows or chunks than the other kernels can count in 31 bits. */
-static kvprim_status kvpc_start_many_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
+/* For more rows or chunks than 31 bits count. */
+static kvprim_status kvpc_start_wide(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
 {
     typedef kvpc_listed<kvpc_few_params> params;
     params p;
-    (void)kvpc_fill_listed(call, m, slice, &p);
-    return kvpc_start_groups(call, kvpc_listed_many_kernel<params>, kvpc_threads, 1u << p.lanes_shift, &p);
+    const bool aligned = kvpc_fill_listed(call, m, slice, kvpc_any_loads, &p);
+    const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned);
+    return kvpc_start_groups(&start, kvpc_move_any_kernel<uint64_t, params>, kvpc_unaligned_threads,
+                             1u << p.lanes_shift, &p);
 }
 
-/* Whether all numbers of a launch of so many rows fit 31 bits. A part has 32 bytes or more. */
-static bool kvpc_is_narrow(const kvprim_move *m, int64_t rows)
+/* Chunks of so many rows, or somewhat more: a part has 256 bytes or more, or is a unit. 2^31 if there are as many. */
+static uint64_t kvpc_most_chunks(const kvprim_move *m, int64_t rows)
 {
     const uint64_t most = (uint64_t)1 << 31, unit = (uint64_t)kvpc_gcd(m->dst.piece_bytes, m->src.piece_bytes);
-    const uint64_t in_row = (uint64_t)m->row_bytes / unit * (unit / 32 + 1);
-    return kvpc_row_words(m) == 1 && (uint64_t)m->row_bytes < most / 2 && (uint64_t)rows < most &&
-           in_row * (uint64_t)rows < most / (uint64_t)m->layers;
+    const uint64_t in_row = (uint64_t)m->row_bytes / unit * (unit / 256 + 1);
+    if ((uint64_t)rows >= most || in_row * (uint64_t)rows >= most / (uint64_t)m->layers)
+        return most;
+    return in_row * (uint64_t)rows * (uint64_t)m->layers;
+}
+
+/* Whether all numbers of a launch of so many rows fit 31 bits. */
+static bool kvpc_is_narrow(const kvprim_move *m, int64_t rows)
+{
+    return kvpc_row_words(m) == 1 && m->row_bytes < 1 << 30 && kvpc_most_chunks(m, rows) < (uint64_t)1 << 31;
 }
 
 /* Starts a move with as many rows and layers at a time as `room` words of a launch's parameters hold. Layers take half
@@ -3711,7 +3558,7 @@ static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m
     const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
     const int64_t room = narrow && of_row ? kvpc_listed<kvpc_most_params>::room - kvpc_first_word : few_room;
     return kvpc_run_slices(m, room, [&](const kvpc_slice *s, int64_t words) {
-        return !narrow              ? kvpc_start_many_listed(call, m, s)
+        return !narrow              ? kvpc_start_wide(call, m, s)
                : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, s)
                : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, s)
                : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, s)
@@ -3728,19 +3575,22 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
         kvpc_batch<most_tasks> p;
         kvprim_move joined;
         const kvprim_move *before = NULL;
-        uint64_t bits = 0;
-        p.tasks = p.layers = 0;
+        uint64_t bits = 0, chunks = 0;
+        p.tasks = 0;
         for (; k < n; k++, first = 0) {
             if (moves[k].count == 0)
                 continue;
             joined = moves[k];
             kvpc_join_rows(&joined);
-            if (kvpc_is_listed(&joined)) {
+            if (!kvpc_is_listed(&joined) && first == 0 && kvpc_copy_layers(call, &joined))
+                continue;
+            if (kvpc_is_listed(&joined) || !kvpc_is_narrow(&joined, joined.count)) {
                 KVPRIM_TRY(kvpc_run_listed(call, &joined));
                 continue;
             }
-            if (first == 0 && kvpc_copy_layers(call, &joined))
-                continue;
+            chunks += kvpc_most_chunks(&joined, joined.count);
+            if (p.tasks && chunks >= (uint64_t)1 << 31)
+                break;
             first += kvpc_add_layers(&p, before && kvpc_is_alike(before, &moves[k]), &joined, first, &bits);
             if (first < joined.layers)
                 break;
@@ -4109,46 +3959,30 @@ template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const 
     const kvpc_task &t = p.task;
     const kvpc_change &how = p.how;
     kvpc_stretch<number> s;
-    const number layer_row = kvpc_divide(work, t.chunks), in_row = work - layer_row * (number)t.chunks.by;
-    const number layer = kvpc_divide(layer_row, t.count), i = layer_row - layer * (number)t.count.by;
-    uint64_t dst_base = 0, src_base = 0;
-    int64_t to, from;
-    if (p.dst.array)
-        dst_base = (uint64_t)kvpc_load_i64(p.dst.array + 8 * (uint64_t)layer);
-    if (p.src.array)
-        src_base = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)layer);
-    kvpc_load_indices(t, i, &to, &from);
-    if (p.dst.list)
-        to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
-    if (p.src.list)
-        from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
-    if (!p.dst.array)
-        dst_base = kvpc_layer_in(p, p.dst, (uint32_t)layer);
-    if (!p.src.array)
-        src_base = kvpc_layer_in(p, p.src, (uint32_t)layer);
-    const uint64_t src_row = (uint64_t)from - (uint64_t)t.src_rows.base;
-    const uint64_t in_table = (how.quantises ? dst_base : src_base) + (uint64_t)how.offset;
-    const bool src_inside = from >= t.src_rows.base && src_row < t.src_rows.rows;
-    s.dst = dst_base, s.to = to;
-    s.src = src_base + kvpc_place(t.src, (number)src_row);
-    s.scales = how.scales ? how.scales + layer * how.scales_step : in_table;
+    const kvpc_spot<number> at = kvpc_find_spot(p, t, work);
+    const uint64_t src_row = kvpc_row_of(t.src_rows, at.from);
+    const uint64_t in_table = (how.quantises ? at.dst : at.src) + (uint64_t)how.offset;
+    const bool src_inside = kvpc_is_inside(t.src_rows, at.from);
+    s.dst = at.dst, s.to = at.to;
+    s.src = at.src + kvpc_place(t.src, (number)src_row);
+    s.scales = how.scales ? how.scales + at.layer * how.scales_step : in_table;
     if (how.scale.stride && !how.quantises) /* of tiles */
         s.scales += kvpc_place(how.scale, (number)src_row);
-    const number end = (in_row + 1) * (number)how.span;
-    s.begin = in_row * (number)how.span;
+    const number end = (at.in_row + 1) * (number)how.span;
+    s.begin = at.in_row * (number)how.span;
     s.end = end < (number)how.elements ? end : (number)how.elements;
     s.zero = !src_inside;
-    s.wide = how.wide && (((uint32_t)dst_base & how.dst_mask) | ((uint32_t)src_base & how.src_mask)) == 0;
-    s.counted = !src_inside && from >= t.src_rows.base;
-    s.moves = layer == 0 && in_row == 0;
+    s.wide = how.wide && (((uint32_t)at.dst & how.dst_mask) | ((uint32_t)at.src & how.src_mask)) == 0;
+    s.counted = !src_inside && at.from >= t.src_rows.base;
+    s.moves = at.layer == 0 && at.in_row == 0;
     return s;
 }
 
 template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversion &p, kvpc_stretch<number> *s)
 {
     const kvpc_task &t = p.task;
-    const uint64_t row = (uint64_t)s->to - (uint64_t)t.dst_rows.base;
-    const bool inside = s->to >= t.dst_rows.base && row < t.dst_rows.rows;
+    const uint64_t row = kvpc_row_of(t.dst_rows, s->to);
+    const bool inside = kvpc_is_inside(t.dst_rows, s->to);
     s->counted = s->moves && (s->counted || (!inside && s->to >= t.dst_rows.base));
     s->moves = inside && (!s->zero || t.zero);
     s->dst += kvpc_place(t.dst, (number)row);

@@ -85,6 +85,7 @@ static std::set<void (*)()> kvprim_emulate_kernels;     /* launched so far */
 [[maybe_unused]] static unsigned kvprim_emulate_copies; /* by CUDA itself, so far */
 static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
+static unsigned kvprim_emulate_unasked;                 /* triggers of launches that are not dependent */
 
 /* Whether a kernel has barriers, and whether these are of groups of threads. */
 struct kvpc_meta;
@@ -185,12 +186,13 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
 /* What kvprim_cuda.cuh leaves to PTX and to CUDA's runtime. */
 static inline void kvpc_pdl_wait()
 {
-    kvprim_emulate_waits++;
+    kvprim_emulate_waits += kvprim_emulate_dependent;
     kvprim_emulate_ready = true;
 }
 
 static inline void kvpc_pdl_trigger()
 {
+    kvprim_emulate_unasked += !kvprim_emulate_dependent;
 }
 
 static inline bool kvpc_leaves_room(uint32_t)
