@@ -1482,10 +1482,10 @@ KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, floa
     return kvpi_tile_scale(quotient, least, power_of_two);
 }
 
-/* Bytes of an element. */
-KVPRIM_DEVICE constexpr uint32_t kvpc_size(kvprim_dtype type)
+/* How many elements fill a word. */
+KVPRIM_DEVICE uint32_t kvpc_in_word(kvprim_dtype type)
 {
-    return type == KVPRIM_F32 ? 4 : type == KVPRIM_F16 || type == KVPRIM_BF16 ? 2 : 1;
+    return 4 / (uint32_t)kvpi_dtype_bytes(type);
 }
 
 /* The numbers of one word: 1 of fp32, 2 of fp16 and bf16, 4 of the 8-bit types. */
@@ -1532,8 +1532,8 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float
             : "r"(i[0]), "r"(i[1]), "r"(i[2]), "r"(i[3]));
     } else
 #endif
-        for (uint32_t k = 0; k < 4 / kvpc_size(type); k++)
-            word |= kvpi_to_element(type, x[k]) << 8 * kvpc_size(type) * k;
+        for (uint32_t k = 0, n = kvpc_in_word(type); k < n; k++)
+            word |= kvpi_to_element(type, x[k]) << 32 / n * k;
     return word;
 }
 
@@ -1555,14 +1555,14 @@ template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_clear_nans(float *x)
 /* n elements in consecutive words, which they fill; or one, the first of a word: then x has room for four. */
 template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_decode(float *x, const uint32_t *words)
 {
-    const uint32_t in_word = 4 / kvpc_size(type);
+    const uint32_t in_word = kvpc_in_word(type);
     for (uint32_t w = 0; w < (n + in_word - 1) / in_word; w++)
         kvpc_decode_word<type>(x + w * in_word, words[w]);
 }
 
 template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t *words, const float *x)
 {
-    const uint32_t in_word = 4 / kvpc_size(type);
+    const uint32_t in_word = kvpc_in_word(type);
     for (uint32_t w = 0; w < (n + in_word - 1) / in_word; w++)
         words[w] = kvpc_encode_word<type>(x + w * in_word);
 }
@@ -3466,26 +3466,34 @@ typedef struct kvpc_slice {
     int64_t row, rows;
 } kvpc_slice;
 
+/* Where the rows and layers of a launch lie; its task is zeros, or set by kvpc_set_task. */
+template <uint32_t bytes>
+static void kvpc_fill_rows(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice, kvpc_listed<bytes> *p,
+                           uint64_t *bits)
+{
+    kvpc_task *const t = &p->task;
+    uint32_t used = kvpc_first_word;
+    p->row_words = kvpc_row_words(m);
+    p->pdl = call->launch.pdl != 0;
+    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, bits);
+    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, bits);
+    t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
+    t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
+    t->count = kvpc_divisor_of(slice->rows);
+    t->layers = (uint32_t)slice->layers;
+    t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
+}
+
 /* Fills in all parameters, and returns whether layers that the host knows, and the rest, are made of whole words. */
 template <uint32_t bytes>
 static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice, uint32_t loads,
                              kvpc_listed<bytes> *p)
 {
-    kvpc_task *const t = &p->task;
     uint64_t bits = 0;
-    uint32_t used = kvpc_first_word;
-    p->row_words = kvpc_row_words(m);
-    p->pdl = call->launch.pdl != 0;
-    kvpc_set_task(t, m, &bits);
-    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, &bits);
-    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, &bits);
-    t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
-    t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
-    t->count = kvpc_divisor_of(slice->rows);
-    t->first_layer = 0;
-    t->layers = (uint32_t)slice->layers;
-    t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
-    kvpc_cut(p, t, 1, kvpc_lanes_shift(call, t->unit_bytes, bits % 16 == 0), loads);
+    kvpc_set_task(&p->task, m, &bits);
+    kvpc_fill_rows(call, m, slice, p, &bits);
+    p->task.first_layer = 0;
+    kvpc_cut(p, &p->task, 1, kvpc_lanes_shift(call, p->task.unit_bytes, bits % 16 == 0), loads);
     return bits % 16 == 0;
 }
 
@@ -3973,7 +3981,7 @@ template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const 
     s.end = end < (number)how.elements ? end : (number)how.elements;
     s.zero = !src_inside;
     s.wide = how.wide && (((uint32_t)at.dst & how.dst_mask) | ((uint32_t)at.src & how.src_mask)) == 0;
-    s.counted = !src_inside && at.from >= t.src_rows.base;
+    s.counted = kvpc_is_past(t.src_rows, at.from);
     s.moves = at.layer == 0 && at.in_row == 0;
     return s;
 }
@@ -3983,7 +3991,7 @@ template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversio
     const kvpc_task &t = p.task;
     const uint64_t row = kvpc_row_of(t.dst_rows, s->to);
     const bool inside = kvpc_is_inside(t.dst_rows, s->to);
-    s->counted = s->moves && (s->counted || (!inside && s->to >= t.dst_rows.base));
+    s->counted = s->moves && (s->counted || kvpc_is_past(t.dst_rows, s->to));
     s->moves = inside && (!s->zero || t.zero);
     s->dst += kvpc_place(t.dst, (number)row);
     if (p.how.computes)
@@ -4214,29 +4222,6 @@ static void kvpc_cut_conversion(const kvpc_call *call, kvpc_conversion *p)
     p->total = p->task.chunks.by * rows;
 }
 
-/* Fills in all parameters of a launch. */
-static void kvpc_fill_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
-                                 kvpc_conversion *p)
-{
-    kvpc_task *const t = &p->task;
-    uint64_t bits = 0;
-    uint32_t used = kvpc_first_word;
-    *t = kvpc_task{};
-    p->row_words = kvpc_row_words(m);
-    p->pdl = call->launch.pdl != 0;
-    p->part_bytes = 0;
-    p->how = kvpc_change_of(m, slice->layer, &t->dst, &t->src);
-    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, &bits);
-    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, &bits);
-    t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
-    t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
-    t->count = kvpc_divisor_of(slice->rows);
-    t->layers = (uint32_t)slice->layers;
-    t->zero = m->zero != 0;
-    t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
-    kvpc_cut_conversion(call, p);
-}
-
 /* Whether all numbers of a launch fit 31 bits. Each span has an element or more. */
 static bool kvpc_converts_narrow(const kvprim_move *m, const kvpc_slice *s)
 {
@@ -4248,8 +4233,14 @@ static bool kvpc_converts_narrow(const kvprim_move *m, const kvpc_slice *s)
 static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
 {
     enum { many = kvpc_convert_threads, few = kvpc_convert_wide_threads };
+    uint64_t bits = 0;
     kvpc_conversion p;
-    kvpc_fill_conversion(call, m, slice, &p);
+    p.task = kvpc_task{};
+    p.task.zero = m->zero != 0;
+    p.part_bytes = 0;
+    p.how = kvpc_change_of(m, slice->layer, &p.task.dst, &p.task.src);
+    kvpc_fill_rows(call, m, slice, &p, &bits);
+    kvpc_cut_conversion(call, &p);
     const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
     const uint32_t lanes = 1u << p.lanes_shift;
     return kvpc_converts_narrow(m, slice)
@@ -4803,13 +4794,9 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
 
 static kvpc_list kvpc_list_of(const kvprim_unpack_desc *d)
 {
-    return kvpc_list{(const kvpc_fragment *)(const void *)d->fragments,
-                     d->count,
-                     (uintptr_t)d->src,
-                     d->src_bytes,
-                     (uintptr_t)d->dst,
-                     d->dst_bytes,
-                     false};
+    const kvpc_fragment *const f = (const kvpc_fragment *)(const void *)d->fragments;
+    const uint64_t src = (uintptr_t)d->src, dst = (uintptr_t)d->dst;
+    return kvpc_list{f, d->count, src, d->src_bytes, dst, d->dst_bytes, false};
 }
 
 static kvpc_list kvpc_list_of(const kvprim_copy_desc *d)
