@@ -41,7 +41,8 @@
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_convert_plan    the same for plain rows that convert
            >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
-           >>impl_convert_moves   all other moves that convert: kernels and plan
+           >>impl_convert_moves   all other moves that convert: their kernel
+           >>impl_convert_move_plan   and its parameters
            >>impl_unpack_survey   what fragments or copies have in common
            >>impl_unpack_host     their records in a launch's parameters; one launch or several, or CUDA's own copy
            >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
@@ -3840,51 +3841,14 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_store_elements(uint64_t address, c
         kvpc_store16(address + 16, uint4{w[4], w[5], w[6], w[7]});
 }
 
-/* The numbers that elements stand for. */
-template <uint32_t n> KVPRIM_DEVICE void kvpc_decode_any(uint32_t type, const uint32_t *w, float *x)
-{
-    if (type == KVPRIM_BF16)
-        kvpc_decode<KVPRIM_BF16, n>(x, w);
-    else if (type == KVPRIM_F16)
-        kvpc_decode<KVPRIM_F16, n>(x, w);
-    else if (type == KVPRIM_F32)
-        kvpc_decode<KVPRIM_F32, n>(x, w);
-    else if (type == KVPRIM_F8E4M3)
-        kvpc_decode<KVPRIM_F8E4M3, n>(x, w);
-    else if (type == KVPRIM_F8E5M2)
-        kvpc_decode<KVPRIM_F8E5M2, n>(x, w);
-    else
-        kvpc_decode<KVPRIM_INT8, n>(x, w);
-}
-
-/* Returns how many NaNs INT8 has lost. */
-template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_encode_any(uint32_t type, uint32_t *w, float *x)
-{
-    uint32_t nans = 0;
-    if (type == KVPRIM_F8E4M3)
-        kvpc_encode<KVPRIM_F8E4M3, n>(w, x);
-    else if (type == KVPRIM_F8E5M2)
-        kvpc_encode<KVPRIM_F8E5M2, n>(w, x);
-    else if (type == KVPRIM_BF16)
-        kvpc_encode<KVPRIM_BF16, n>(w, x);
-    else if (type == KVPRIM_F16)
-        kvpc_encode<KVPRIM_F16, n>(w, x);
-    else if (type == KVPRIM_F32)
-        kvpc_encode<KVPRIM_F32, n>(w, x);
-    else {
-        nans = kvpc_clear_nans<n>(x);
-        kvpc_encode<KVPRIM_INT8, n>(w, x);
-    }
-    return nans;
-}
-
-/* The largest of the values of a group of threads, which call it together. */
-KVPRIM_DEVICE float kvpc_group_largest(float value, uint32_t lanes)
-{
-    for (uint32_t distance = lanes / 2; distance; distance /= 2)
-        value = kvpc_max_magnitude(value, kvpi_float_of(kvpc_group_xor(kvpi_bits_of(value), distance, lanes)));
-    return value;
-}
+/* kvpc_decode or kvpc_encode of n elements of a type. */
+#define KVPRIM_BY_TYPE(type, function, n, to, from)                                                                    \
+    ((type) == KVPRIM_BF16     ? function<KVPRIM_BF16, n>(to, from)                                                    \
+     : (type) == KVPRIM_F16    ? function<KVPRIM_F16, n>(to, from)                                                     \
+     : (type) == KVPRIM_F32    ? function<KVPRIM_F32, n>(to, from)                                                     \
+     : (type) == KVPRIM_F8E4M3 ? function<KVPRIM_F8E4M3, n>(to, from)                                                  \
+     : (type) == KVPRIM_F8E5M2 ? function<KVPRIM_F8E5M2, n>(to, from)                                                  \
+                               : function<KVPRIM_INT8, n>(to, from))
 
 /* What a scale does to numbers. */
 KVPRIM_DEVICE kvpc_factor kvpc_factor_of(const kvpc_change &how, float scale)
@@ -3919,22 +3883,24 @@ KVPRIM_DEVICE uint32_t kvpc_store_scaled(const kvpc_conversion &p, const kvpc_st
     const kvpc_change &how = p.how;
     uint32_t w[n] = {};
     kvpc_apply<n>(x, factor);
-    const uint32_t nans = kvpc_encode_any<n>(how.dst_type, w, x);
+    const uint32_t nans = how.dst_type == KVPRIM_INT8 ? kvpc_clear_nans<n>(x) : 0;
+    KVPRIM_BY_TYPE(how.dst_type, kvpc_encode, n, w, x);
     kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
     return nans;
 }
 
-/* The scale of the tile that begins at element e, from the largest magnitudes that the threads of a group have found.
-   Stores it, too. */
+/* Computes and stores the scale of the tile that begins at element e, from the largest magnitudes that the threads of a
+   group have found. They call it together. */
 template <class number>
-KVPRIM_DEVICE float kvpc_compute_scale(const kvpc_change &how, const kvpc_stretch<number> &s, number e, float largest,
-                                       uint32_t lane, uint32_t lanes)
+KVPRIM_DEVICE kvpc_factor kvpc_compute_scale(const kvpc_change &how, const kvpc_stretch<number> &s, number e,
+                                             float largest, uint32_t lane, uint32_t lanes)
 {
-    const float scale =
-        kvpc_tile_scale(kvpc_group_largest(largest, lanes), how.largest, how.inverse, how.least, how.power_of_two != 0);
+    for (uint32_t distance = lanes / 2; distance; distance /= 2)
+        largest = kvpc_max_magnitude(largest, kvpi_float_of(kvpc_group_xor(kvpi_bits_of(largest), distance, lanes)));
+    const float scale = kvpc_tile_scale(largest, how.largest, how.inverse, how.least, how.power_of_two != 0);
     if (lane == 0)
         kvpc_store_scale(kvpc_scale_at(how, s, e), scale, how.is_e8m0 != 0);
-    return scale;
+    return kvpc_factor_of(how, scale);
 }
 
 /* 32 bytes of a thread's elements: an octet, or 2 or 4 of smaller elements. Octet g begins at element e + g * step.
@@ -3998,9 +3964,9 @@ template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversio
         s->scales += kvpc_place(p.how.scale, (number)row);
 }
 
-/* Spans of aligned octets. src is read before it is known whether dst has the row. If scales are
-   computed, a round takes a tile, which has no more elements than a group of threads takes at once. While 32 bytes are
-   converted, the next are on their way. */
+/* Spans of aligned octets. src is read before it is known whether dst has the row. If scales are computed, a round takes
+   a tile, which has no more elements than a group of threads takes at once. While 32 bytes are converted, the next are
+   on their way. */
 template <class number>
 KVPRIM_DEVICE void kvpc_convert_octets(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
@@ -4032,12 +3998,12 @@ KVPRIM_DEVICE void kvpc_convert_octets(const kvpc_conversion &p, kvpc_stretch<nu
             float x[8];
             if (reads && how.several && e + step < s.end)
                 scale = kvpc_load_scale(kvpc_scale_at(how, s, (number)(e + step)), how.is_e8m0);
-            kvpc_decode_any<8>(how.src_type, w, x);
+            KVPRIM_BY_TYPE(how.src_type, kvpc_decode, 8, x, w);
             if (how.computes) {
                 float largest = 0;
                 for (uint32_t i = 0; i < 8; i++)
                     largest = kvpc_max_magnitude(largest, x[i]);
-                factor = kvpc_factor_of(how, kvpc_compute_scale(how, s, base, largest, lane, lanes));
+                factor = kvpc_compute_scale(how, s, base, largest, lane, lanes);
             }
             if (active)
                 nans += kvpc_store_scaled<8>(p, s, e, x, factor);
@@ -4080,7 +4046,7 @@ KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<numbe
                     kvpc_load_elements<n>(w, kvpc_element_at(p.task.src, s.src, e, how.src_shift), how.src_shift);
                 if (how.several && !s.zero)
                     factor = kvpc_factor_of(how, kvpc_load_scale(kvpc_scale_at(how, s, e), how.is_e8m0));
-                kvpc_decode_any<n>(how.src_type, w, x);
+                KVPRIM_BY_TYPE(how.src_type, kvpc_decode, n, x, w);
                 if (pass > 0)
                     nans += kvpc_store_scaled<n>(p, s, e, x, factor);
                 else
@@ -4089,7 +4055,7 @@ KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<numbe
             }
             if (pass > 0)
                 break;
-            factor = kvpc_factor_of(how, kvpc_compute_scale(how, s, begin, largest, lane, lanes));
+            factor = kvpc_compute_scale(how, s, begin, largest, lane, lanes);
         }
     }
     if (nans && how.nans)
@@ -4117,6 +4083,8 @@ static __global__ void __launch_bounds__(threads, 1)
             atomicAdd(p.task.rejected, 1u);
     }
 }
+
+/* >>impl_convert_move_plan ----------------------------------------------------------------------------------------- */
 
 /* Where the scales of a side lie. */
 static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_format *f, int32_t first_layer)
@@ -5089,23 +5057,6 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
     return s.low;
 }
 
-typedef struct kvpc_token {
-    int64_t request, position;
-    bool past; /* it has no request, or its position takes more than 63 bits */
-} kvpc_token;
-
-template <class token, class number> KVPRIM_DEVICE kvpc_token kvpc_find_token(const kvpc_slots &p, number i)
-{
-    kvpc_request<token> s;
-    const number request = kvpc_find_request(p, i, &s);
-    const uint64_t further = (uint64_t)i - (uint64_t)(int64_t)s.first;
-    kvpc_token t = {(int64_t)request, (int64_t)((uint64_t)(int64_t)s.start + further),
-                    !kvpc_is_of_request(s, (token)i)};
-    if (sizeof(token) == 8)
-        t.past = t.past || further > (uint64_t)INT64_MAX - (uint64_t)(int64_t)s.start;
-    return t;
-}
-
 /* Stores the slot of a token, or -1, and counts what is past. */
 template <class token, class number>
 KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request, token position, bool past)
@@ -5147,8 +5098,13 @@ static __global__ void __launch_bounds__(kvpc_slots_most_threads)
     const number threads = (number)gridDim.x * blockDim.x;
     for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < (number)p.count; i += threads)
         if (by_length) {
-            const kvpc_token t = kvpc_find_token<token>(p, i);
-            kvpc_store_slot(p, i, t.request, t.position, t.past);
+            kvpc_request<token> s;
+            const number request = kvpc_find_request(p, i, &s);
+            const uint64_t start = (uint64_t)(int64_t)s.start, further = (uint64_t)i - (uint64_t)(int64_t)s.first;
+            bool past = !kvpc_is_of_request(s, (token)i); /* it has no request, or its position takes over 63 bits */
+            if (sizeof(token) == 8)
+                past = past || further > (uint64_t)INT64_MAX - start;
+            kvpc_store_slot(p, i, (int64_t)request, (int64_t)(start + further), past);
         } else {
             const uint64_t request_at = kvpc_token_at<token>(p, p.request, i);
             const uint64_t position_at = kvpc_token_at<token>(p, p.position, i);
