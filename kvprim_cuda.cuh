@@ -1637,11 +1637,6 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
     float least, largest, inverse; /* `largest`: of the type; `inverse`: its reciprocal */
 } kvpc_convert_tiles;
 
-KVPRIM_DEVICE uint32_t kvpc_page_of(const kvpc_plain &p, uint32_t row)
-{
-    return kvpc_divide(row, p.page);
-}
-
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
 KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, uint64_t at, uint32_t octet)
 {
@@ -1755,7 +1750,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (p.route[m].scales && stores[m])
             scale[m] = kvpc_load_f32(scale_at[m]);
     }
-    const uint32_t page = kvpc_page_of(p.plain, x.row);
+    const uint32_t page = kvpc_divide(x.row, p.plain.page);
     uint64_t dst[routes];
     for (uint32_t m = 0; m < routes; m++) {
         const kvpc_route &s = p.route[m];
@@ -1793,7 +1788,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.octets)
                 scale[k] = kvpc_load_f32(kvpc_tile_at(p, s, s.scales, first + k * step));
-    const uint32_t page = kvpc_page_of(p.plain, x.row);
+    const uint32_t page = kvpc_divide(x.row, p.plain.page);
     const uint64_t src = kvpc_row_at(kvpc_row_at(s.src, x.row, s.src_stride), page, s.page);
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t octet = first + k * step;
@@ -1867,7 +1862,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (has[k])
             v[k] = kvpc_load16(src + 16 * k * p.tile_lanes);
     }
-    const uint32_t page = kvpc_page_of(p.plain, x.row);
+    const uint32_t page = kvpc_divide(x.row, p.plain.page);
     const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
     const uint64_t scales = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
     const uint64_t dst = copies ? row + 16 * first : kvpc_head_at(p.plain, s, row + 8 * first, first);
