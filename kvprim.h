@@ -1018,25 +1018,10 @@ KVPRIM_ELEMENT uint32_t kvpi_to_e8m0(float x)
 /* The bytes of an element; 0 for anything but a kvprim_dtype. */
 KVPRIM_ELEMENT int32_t kvpi_dtype_bytes(kvprim_dtype dtype)
 {
-    switch ((int)dtype) {
-    case KVPRIM_U8:
-    case KVPRIM_INT8:
-    case KVPRIM_F8E4M3:
-    case KVPRIM_F8E5M2:
-    case KVPRIM_F8E8M0:
-        return 1;
-    case KVPRIM_F16:
-    case KVPRIM_BF16:
-        return 2;
-    case KVPRIM_F32:
-    case KVPRIM_INT32:
-        return 4;
-    case KVPRIM_F64:
-    case KVPRIM_INT64:
-        return 8;
-    default:
-        return 0;
-    }
+    const int is_1 = dtype == KVPRIM_U8 || dtype == KVPRIM_INT8 || dtype == KVPRIM_F8E4M3 || dtype == KVPRIM_F8E5M2 ||
+                     dtype == KVPRIM_F8E8M0;
+    const int is_2 = dtype == KVPRIM_F16 || dtype == KVPRIM_BF16, is_4 = dtype == KVPRIM_F32 || dtype == KVPRIM_INT32;
+    return is_1 ? 1 : is_2 ? 2 : is_4 ? 4 : dtype == KVPRIM_F64 || dtype == KVPRIM_INT64 ? 8 : 0;
 }
 
 KVPRIM_ELEMENT int kvpi_is_quantised(kvprim_dtype dtype)
