@@ -3716,9 +3716,7 @@ static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
 
 static char *kvpi_row_at(const kvpi_typed_side *typed, int64_t row)
 {
-    const kvprim_table *const t = &typed->side->table;
-    const int64_t page = t->page_rows ? row / t->page_rows : 0;
-    return typed->data + page * t->page_stride + (row - page * t->page_rows) * t->stride;
+    return typed->data + kvpi_row_offset(typed->side, row);
 }
 
 /* The scale of a row's first tile. */

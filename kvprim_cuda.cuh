@@ -714,14 +714,8 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
    kvpc_exact        each thread's words lie in the row, and rows are not cut into parts
    kvpc_words        rows are whole words, cut into parts or not; threads may have words past the row's end
    kvpc_tails        the same, and a row may end inside a word, or its edges are fetched first: see kvpc_fetch_edges
-   kvpc_paged        each thread's words lie in the row; the indexed table has pages or heads, of whole words
-   kvpc_paged_words  the same, and threads may have words past the row's end */
-enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words };
-
-KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
-{
-    return fit == kvpc_paged || fit == kvpc_paged_words;
-}
+   kvpc_paged        as kvpc_words, and the indexed table has pages or heads, of whole words */
+enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged };
 
 /* When a kernel lets the next one start, which waits for its end; kvpc_alone: never, as this is no dependent launch. At once
    is best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late
@@ -751,7 +745,7 @@ template <uint32_t loads, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
-    const bool exact = fit == kvpc_exact || fit == kvpc_paged;
+    const bool exact = fit == kvpc_exact;
     uint32_t i, at;
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
@@ -760,7 +754,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t step = 16 * p.row_threads, end = p.row_bytes[0];
     uint64_t src[loads], dst[loads];
     uint4 v[loads];
-    kvpc_place_indexed<loads, kvpc_has_pages(fit)>(p, src, p.pair[0].src, p.pair[0].src_stride, 0, x.row, at, step);
+    kvpc_place_indexed<loads, fit == kvpc_paged>(p, src, p.pair[0].src, p.pair[0].src_stride, 0, x.row, at, step);
     kvpc_place_words<loads>(dst, kvpc_row_at(p.pair[0].dst + at, i, p.pair[0].dst_stride), step);
     if (fit == kvpc_tails && p.fetch && at == 0)
         kvpc_fetch_edges(dst[0], end);
@@ -779,7 +773,7 @@ template <uint32_t loads, uint32_t tables, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
-    const bool exact = fit == kvpc_exact || fit == kvpc_paged;
+    const bool exact = fit == kvpc_exact;
     const bool early =
         loads > 1 || !(exact || fit == kvpc_tails); /* without this branch the compiler uses the slot before it loads */
     uint32_t i, at;
@@ -801,8 +795,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (early && !x.inside && at == 0)
         kvpc_count_rejected(p, x);
     for (uint32_t m = 0; m < tables; m++) {
-        kvpc_place_indexed<loads, kvpc_has_pages(fit)>(p, dst[m], p.pair[m].dst, p.pair[m].dst_stride, m, x.row, at,
-                                                       step);
+        kvpc_place_indexed<loads, fit == kvpc_paged>(p, dst[m], p.pair[m].dst, p.pair[m].dst_stride, m, x.row, at,
+                                                     step);
         if (fit == kvpc_tails && p.fetch && x.inside && at == 0)
             kvpc_fetch_edges(dst[m][0], p.row_bytes[m]);
     }
@@ -2797,8 +2791,8 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
 static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uint32_t parts)
 {
     const bool same = p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0];
-    const bool exact = same && p->row_threads * loads * parts * 16 == p->row_bytes[0];
-    return paged ? exact ? kvpc_paged : kvpc_paged_words : exact && parts == 1 ? kvpc_exact : kvpc_words;
+    const bool exact = same && parts == 1 && p->row_threads * loads * 16 == p->row_bytes[0];
+    return paged ? kvpc_paged : exact ? kvpc_exact : kvpc_words;
 }
 
 typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
@@ -2807,9 +2801,9 @@ typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
 #define KVPRIM_EACH_FIT(kernel, ...)                                                                                   \
     {                                                                                                                  \
         kernel<__VA_ARGS__, kvpc_exact>, kernel<__VA_ARGS__, kvpc_words>, kernel<__VA_ARGS__, kvpc_tails>,             \
-            kernel<__VA_ARGS__, kvpc_paged>, kernel<__VA_ARGS__, kvpc_paged_words>                                     \
+            kernel<__VA_ARGS__, kvpc_paged>                                                                            \
     }
-static const kvpc_plain_kernel kvpc_plain_kernels[3][2][5] = {
+static const kvpc_plain_kernel kvpc_plain_kernels[3][2][4] = {
     {KVPRIM_EACH_FIT(kvpc_gather_kernel, 1), KVPRIM_EACH_FIT(kvpc_gather_kernel, 2)},
     {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 1), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 1)},
     {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 2), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 2)}};

@@ -134,8 +134,8 @@ def short_names(kernels):
 # ---- sass ----
 
 # The operation whose main path a kernel is, for data in whole 16-byte words.
-MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+L8kvpc_fit[0134]E', 'gather'),
-              (r'kvpc_store_kernelI(Lj\d+E)+L8kvpc_fit[0134]E', 'store'),
+MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+L8kvpc_fit[013]E', 'gather'),
+              (r'kvpc_store_kernelI(Lj\d+E)+L8kvpc_fit[013]E', 'store'),
               (r'kvpc_(move(_few)?|lines)_kernel', 'transfer'),
               (r'kvpc_unpack_kernelI[^E]*ELb1E', 'unpack'),
               (r'kvpn_kernelI1[37]kvpn_(one_shot|two_shot|pipeline_sum)[^E]*ELb1E', 'all_reduce'),

@@ -133,7 +133,7 @@ ROWS = [
     ('a kernel of others', '', '_Z9swap_rowsPc', 90, WIDE),
     ('store before Hopper', '', STORE, 80, ROW),
     ('gather of tails waits', '', GATHER_ROWS % 2, 90, [WAIT, *WIDE, 'STG.E']),
-    ('gather of whole words stores narrowly', 'narrow stores', GATHER_ROWS % 4, 90, [WAIT, *WIDE, 'STG.E']),
+    ('gather of whole words stores narrowly', 'narrow stores', GATHER_ROWS % 3, 90, [WAIT, *WIDE, 'STG.E']),
     ('store loads K and V, then its slot', '', STORE, 90, [WAIT, LOAD_K, LOAD_V, SLOT, HIGH, USE, USE_HIGH, TO_K]),
     ('store loads V after its slot', '', STORE, 100, [WAIT, LOAD_K, SLOT, HIGH, LOAD_V, USE, USE_HIGH, TO_K]),
     ('store loads V after it uses its slot', LATE, STORE, 80, [LOAD_K, SLOT, USE, LOAD_V, TO_K]),
