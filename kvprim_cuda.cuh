@@ -131,9 +131,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    0.2 us longer than with host arrays (H200).
    host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. They travel in the
    launch's parameters, with 4 bytes for each index (8 if a table has 2^31 rows or more). A launch holds about 8,000 of
-   them (900 if it converts, or if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with indices in the GPU's
-   memory. More indices take several launches, one after the other, of about 2 us each (H200). The call takes up to
-   38 KB of stack.
+   them (900 if it converts, or if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with
+   indices in the GPU's memory. More indices take several launches, one after the other, of about 2 us each (H200). The
+   call takes up to 38 KB of stack.
    Pinned or not: if the first row of a side, its array of device layers or its index is ordinary host memory that the
    GPU cannot reach, the call fails with KVPRIM_ERROR_ARGUMENT. So it does if the index is memory of a GPU and
    host_index is 1. Answers of CUDA are remembered by address, so memory that was freed and allocated anew as another
@@ -717,9 +717,9 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
    kvpc_paged        as kvpc_words, and the indexed table has pages or heads, of whole words */
 enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged };
 
-/* When a kernel lets the next one start, which waits for its end; kvpc_alone: never, as this is no dependent launch. At once
-   is best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late
-   trigger makes stores 2 % faster on average on an H200, 8 % on an H100. */
+/* When a kernel lets the next one start, which waits for its end; kvpc_alone: never, as this is no dependent launch. At
+   once is best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a
+   late trigger makes stores 2 % faster on average on an H200, 8 % on an H100. */
 enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
 
 /* Where the words of a thread lie in row `row` of the indexed table, whose base is `base`. m: 0, or 1 for V. */
@@ -1152,7 +1152,7 @@ template <uint32_t loads> KVPRIM_DEVICE void kvpc_copy_chunk(const kvpc_chunk &c
         kvpc_copy_words<loads>(c.dst, c.src, (int32_t)lead, (int32_t)c.bytes, w, lanes, !c.zero, true, false);
 }
 
-/* Chunk `work`, of `loads` words a thread; copy_loads: of which a copy of another alignment has so many on their way. */
+/* Chunk `work`, of `loads` words a thread; copy_loads: of which a copy of another alignment has so many under way. */
 template <bool words, uint32_t loads, uint32_t copy_loads, class params, class number>
 KVPRIM_DEVICE void kvpc_move_chunk(const params &p, number work, uint32_t lane, uint32_t lanes)
 {
@@ -1983,7 +1983,7 @@ template <class params> KVPRIM_DEVICE kvpc_piece kvpc_piece_of(const params &p, 
     return piece;
 }
 
-/* Returns the fragment of a strip: the last one whose first strip is not past it. *part: which of its strips that is. */
+/* Returns the fragment of a strip: the last one whose first strip is not past it. *part: which of its strips it is. */
 template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t strip, uint32_t *part)
 {
     const kvpc_unpack &h = p.head;
@@ -2005,16 +2005,11 @@ template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p,
     return i;
 }
 
-/* A group of `step` threads copies a strip. Each thread copies 16-byte word `first` of the fragment in dst and those a
-   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing. Where src is NULL
-   it loads nothing, and stores zeros. */
-template <bool aligned>
+/* A group of `step` threads copies a strip of aligned words. Each thread copies 16-byte word `first` of the fragment in
+   dst and those a multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing.
+   Where src is NULL it loads nothing, and stores zeros. */
 KVPRIM_DEVICE void kvpc_copy_strip(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
-    if (!aligned) {
-        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0 && src, bytes > 0, false);
-        return;
-    }
     const int32_t left = (int32_t)(bytes - 16 * first);
     const bool reads = src;
     uint4 v[kvpc_aligned_loads];
@@ -2100,7 +2095,11 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
             uint32_t part;
             const kvpc_piece c = kvpc_piece_of(p, kvpc_fragment_of(p, strip, &part));
             const uint32_t first = (part * loads << h.lanes_shift) + threadIdx.x % lanes;
-            kvpc_copy_strip<aligned>(c.dst, c.src, c.bytes, first, lanes);
+            if (aligned)
+                kvpc_copy_strip(c.dst, c.src, c.bytes, first, lanes);
+            else
+                kvpc_copy_words(c.dst, c.src, (int32_t)(c.dst % 16), (int32_t)c.bytes, first, lanes,
+                                c.bytes > 0 && c.src, c.bytes > 0, false);
         }
     }
     if (h.wait_last)
@@ -2128,10 +2127,10 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
 
 /* >>impl_meta_kernel -----------------------------------------------------------------------------------------------
 
-   Fragments that the GPU reads itself. Neither their number nor their sizes are known at the launch. 32 descriptors at a time, 512 contiguous bytes, are
-   dealt to ranges. The blocks that share a range read all its descriptors, each thread one, at the same time as the
-   count. Then they know all its strips, and take them in turn. So a long fragment is copied by all blocks of its range,
-   and uneven ones make a range no longer than another if it has many. */
+   Fragments that the GPU reads itself. Neither their number nor their sizes are known at the launch. 32 descriptors at
+   a time, 512 contiguous bytes, are dealt to ranges. The blocks that share a range read all its descriptors, each
+   thread one, at the same time as the count. Then they know all its strips, and take them in turn. So a long fragment
+   is copied by all blocks of its range, and uneven ones make a range no longer than another if it has many. */
 
 enum {
     kvpc_meta_threads = 512,     /* of a block */
@@ -2221,7 +2220,7 @@ template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, 
     const uint32_t bytes = m.y - at < most ? m.y - at : most, lane = threadIdx.x % lanes;
     const uint64_t dst = c.dst + at, src = c.src + at;
     if ((dst | src | bytes) % 16 == 0)
-        kvpc_copy_strip<true>(dst, src, bytes, lane, lanes);
+        kvpc_copy_strip(dst, src, bytes, lane, lanes);
     else
         kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, lane, lanes, true, true, false);
 }
@@ -2261,9 +2260,9 @@ KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t strip, uin
     return i;
 }
 
-/* The warps of a range's `shares` blocks copy its strips. If no fragment has many, strip t of fragment i is number
-   t * 2^range_shift + i, and none is searched for. (If warps are so many, or fragments so few, that a warp has one strip
-   or none, `many` is larger.) Otherwise only as many of each fragment as all warps copy at once, or one, are taken so;
+/* The warps of a range's `shares` blocks copy its strips. If no fragment has many, strip t of fragment i is number t *
+   2^range_shift + i, and none is searched for. (If warps are so many, or fragments so few, that a warp has one strip or
+   none, `many` is larger.) Otherwise only as many of each fragment as all warps copy at once, or one, are taken so;
    then the rest is numbered from the first fragment to the last. */
 KVPRIM_DEVICE void kvpc_copy_range(const kvpc_meta &p, kvpc_range *r, uint32_t share, uint32_t shares)
 {
@@ -2820,8 +2819,8 @@ static uint32_t kvpc_loads_of(const kvpc_call *call, uint64_t bytes, uint32_t ta
     return !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
 }
 
-/* Rows of whole words, or with kvpc_tails. A launch is dependent only up to kvpc_many_blocks: a GPU starts less than one
-   dependent block per nanosecond, and so much work gains nothing from an early start. With more rows than gridDim.y
+/* Rows of whole words, or with kvpc_tails. A launch is dependent only up to kvpc_many_blocks: a GPU starts less than
+   one dependent block per nanosecond, and so much work gains nothing from an early start. With more rows than gridDim.y
    counts, gridDim.z counts them by kvpc_grid_rows. */
 static kvprim_status kvpc_start_words(const kvpc_call *call, kvpc_plain *p, uint32_t tables, bool paged, bool tails)
 {
@@ -3953,9 +3952,9 @@ template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversio
         s->scales += kvpc_place(p.how.scale, (number)row);
 }
 
-/* Spans of aligned octets. src is read before it is known whether dst has the row. If scales are computed, a round takes
-   a tile, which has no more elements than a group of threads takes at once. While 32 bytes are converted, the next are
-   on their way. */
+/* Spans of aligned octets. src is read before it is known whether dst has the row. If scales are computed, a round
+   takes a tile, which has no more elements than a group of threads takes at once. While 32 bytes are converted, the
+   next are on their way. */
 template <class number>
 KVPRIM_DEVICE void kvpc_convert_octets(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
@@ -4592,8 +4591,8 @@ static uint32_t kvpc_store_strips(uint32_t *to, const kvpc_fragment *f, uint64_t
     return strip;
 }
 
-/* Each fragment takes the first entry that its strips reach, then the entries that none took are filled: a branch on the
-   sizes would be mispredicted. */
+/* Each fragment takes the first entry that its strips reach, then the entries that none took are filled: a branch on
+   the sizes would be mispredicted. */
 static void kvpc_store_table(kvpc_unpack *h, uint32_t *data)
 {
     const uint32_t *const first_strip = data + h->first_strip;
