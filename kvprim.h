@@ -801,11 +801,59 @@ static inline void kvpi_end_range(const int *level)
 
 /* Stop here if you only use the library. */
 
-/* >>impl_elements -- conversions of one element, for this header and for kvprim_cuda.cuh
+/* >>impl_rows -- the index rule and the page arithmetic, for this header and for kernels */
+#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION) ||   \
+     defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)) &&                                                           \
+    !defined(KVPRIM_ANYWHERE)
+#ifdef __CUDACC__
+#define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
+#else
+#define KVPRIM_ANYWHERE static inline
+#endif
 
-   They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. They
-   have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on such options. */
-#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION)) &&  \
+/* The index rule (>>table): index - base is the row if it is inside, and cannot overflow where index >= base. */
+KVPRIM_ANYWHERE int kvpi_is_inside(int64_t index, int64_t base, uint64_t rows)
+{
+    return index >= base && (uint64_t)index - (uint64_t)base < rows;
+}
+
+/* The number of row i of a side, or -1 by the index rule; *past is set if the index is past the table. */
+KVPRIM_ANYWHERE int64_t kvpi_find_number(const kvprim_side *side, int64_t i, int *past)
+{
+    if (!side->index)
+        return i;
+    const int64_t at = i * side->index_stride, base = side->index_base;
+    const int64_t index =
+        side->index_type == KVPRIM_I64 ? ((const int64_t *)side->index)[at] : ((const int32_t *)side->index)[at];
+    if (kvpi_is_inside(index, base, (uint64_t)side->table.rows))
+        return (int64_t)((uint64_t)index - (uint64_t)base);
+    *past |= index >= base;
+    return -1;
+}
+
+/* a / b; neither is negative. 32 bits take a quarter of the instructions that 64 do. */
+KVPRIM_ANYWHERE int64_t kvpi_divided(int64_t a, int64_t b)
+{
+    return ((uint64_t)a | (uint64_t)b) >> 32 ? a / b : (int64_t)((uint32_t)a / (uint32_t)b);
+}
+
+/* Bytes from where a layer starts to a row of a side. */
+KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
+{
+    const kvprim_table *const t = &side->table;
+    if (t->page_rows == 0)
+        return row * t->stride;
+    const int64_t page = side->page_shift >= 0 ? row >> side->page_shift : kvpi_divided(row, t->page_rows);
+    return page * t->page_stride + (row - page * t->page_rows) * t->stride;
+}
+#endif /* KVPRIM_ANYWHERE */
+
+/* >>impl_elements -- conversions of elements. The other headers include this one again with KVPRIM_ELEMENTS for them.
+
+   They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. Those
+   of one element have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on
+   such options. */
+#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_ELEMENTS)) &&             \
     !defined(KVPRIM_ELEMENT)
 
 #if defined(__FAST_MATH__) || defined(__RECIPROCAL_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
@@ -819,6 +867,11 @@ static inline void kvpi_end_range(const int *level)
 #define KVPRIM_ELEMENT static __host__ __device__ __forceinline__
 #else
 #define KVPRIM_ELEMENT static inline
+#endif
+
+/* PTX knows the 8-bit floating types from sm_89 on (by CUDA 12.1). */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
+#define KVPRIM_PTX_F8
 #endif
 
 KVPRIM_ELEMENT uint32_t kvpi_bits_of(float x)
@@ -965,25 +1018,10 @@ KVPRIM_ELEMENT uint32_t kvpi_to_e8m0(float x)
 /* The bytes of an element; 0 for anything but a kvprim_dtype. */
 KVPRIM_ELEMENT int32_t kvpi_dtype_bytes(kvprim_dtype dtype)
 {
-    switch ((int)dtype) {
-    case KVPRIM_U8:
-    case KVPRIM_INT8:
-    case KVPRIM_F8E4M3:
-    case KVPRIM_F8E5M2:
-    case KVPRIM_F8E8M0:
-        return 1;
-    case KVPRIM_F16:
-    case KVPRIM_BF16:
-        return 2;
-    case KVPRIM_F32:
-    case KVPRIM_INT32:
-        return 4;
-    case KVPRIM_F64:
-    case KVPRIM_INT64:
-        return 8;
-    default:
-        return 0;
-    }
+    const int is_1 = dtype == KVPRIM_U8 || dtype == KVPRIM_INT8 || dtype == KVPRIM_F8E4M3 || dtype == KVPRIM_F8E5M2 ||
+                     dtype == KVPRIM_F8E8M0;
+    const int is_2 = dtype == KVPRIM_F16 || dtype == KVPRIM_BF16, is_4 = dtype == KVPRIM_F32 || dtype == KVPRIM_INT32;
+    return is_1 ? 1 : is_2 ? 2 : is_4 ? 4 : dtype == KVPRIM_F64 || dtype == KVPRIM_INT64 ? 8 : 0;
 }
 
 KVPRIM_ELEMENT int kvpi_is_quantised(kvprim_dtype dtype)
@@ -1016,6 +1054,59 @@ KVPRIM_ELEMENT uint32_t kvpi_to_element(kvprim_dtype dtype, float x)
            : dtype == KVPRIM_F16    ? kvpi_to_f16(x)
            : dtype == KVPRIM_BF16   ? kvpi_to_bf16(x)
                                     : kvpi_to_f32(x);
+}
+
+/* The two elements of a word of fp16. */
+KVPRIM_ELEMENT void kvpi_of_f16x2(float *x, uint32_t word)
+{
+#ifdef __CUDA_ARCH__
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(x[0]), "=f"(x[1])
+        : "r"(word));
+#else
+    x[0] = kvpi_of_f16(word & 0xffff), x[1] = kvpi_of_f16(word >> 16);
+#endif
+}
+
+/* The four elements of a word of E4M3 or E5M2, and back. */
+KVPRIM_ELEMENT void kvpi_of_f8x4(kvprim_dtype dtype, float *x, uint32_t word)
+{
+#ifdef KVPRIM_PTX_F8
+    uint32_t low, high; /* each two fp16 */
+    if (dtype == KVPRIM_F8E4M3)
+        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+            : "=r"(low), "=r"(high)
+            : "r"(word));
+    else
+        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b;}"
+            : "=r"(low), "=r"(high)
+            : "r"(word));
+    kvpi_of_f16x2(x, low), kvpi_of_f16x2(x + 2, high);
+#else
+    for (int k = 0; k < 4; k++)
+        x[k] = kvpi_of_element(dtype, word >> 8 * k & 0xff);
+#endif
+}
+
+KVPRIM_ELEMENT uint32_t kvpi_to_f8x4(kvprim_dtype dtype, const float *x)
+{
+    uint32_t word = 0;
+#ifdef KVPRIM_PTX_F8
+    if (dtype == KVPRIM_F8E4M3)
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    else
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, %2, %1; cvt.rn.satfinite.e5m2x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+#else
+    for (int k = 0; k < 4; k++)
+        word |= kvpi_to_element(dtype, x[k]) << 8 * k;
+#endif
+    return word;
 }
 
 /* A tile's largest magnitude (amax), found in the bits of its elements, which order as the magnitudes do, NaN last:
@@ -3177,33 +3268,11 @@ static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 #define KVPRIM_PREFETCH(p) ((void)(p))
 #endif
 
-/* Index i of a side. */
-KVPRIM_INLINE int64_t kvpi_load_index(const kvprim_side *side, int64_t i)
-{
-    const int64_t at = i * side->index_stride;
-    return KVPRIM_LIKELY(side->index_type == KVPRIM_I32) ? ((const int32_t *)side->index)[at]
-                                                         : ((const int64_t *)side->index)[at];
-}
-
-/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. index - base cannot overflow
-   as an unsigned number where index >= base. */
+/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. */
 KVPRIM_INLINE char *kvpi_find_row(const kvprim_side *side, int64_t i, int *past)
 {
-    const kvprim_table *const t = &side->table;
-    int64_t row = i;
-    if (side->index) {
-        const int64_t index = kvpi_load_index(side, i);
-        row = (int64_t)((uint64_t)index - (uint64_t)side->index_base);
-        if (!KVPRIM_LIKELY((uint64_t)row < (uint64_t)t->rows && index >= side->index_base)) {
-            *past |= index >= side->index_base;
-            return NULL;
-        }
-    }
-    if (KVPRIM_LIKELY(t->page_rows == 0))
-        return (char *)t->data + row * t->stride;
-    if (KVPRIM_LIKELY(side->page_shift >= 0))
-        return (char *)t->data + (row >> side->page_shift) * t->page_stride + (row & (t->page_rows - 1)) * t->stride;
-    return (char *)t->data + row / t->page_rows * t->page_stride + row % t->page_rows * t->stride;
+    const int64_t row = kvpi_find_number(side, i, past);
+    return KVPRIM_LIKELY(row >= 0) ? (char *)side->table.data + kvpi_row_offset(side, row) : NULL;
 }
 
 typedef void kvpi_copy_fn(char *dst, const char *src, size_t bytes, int stream);
@@ -3645,23 +3714,9 @@ static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
 #endif
 }
 
-/* The number of row i of a side, or -1 by the index rule; *past as in kvpi_find_row(). */
-static int64_t kvpi_find_number(const kvprim_side *side, int64_t i, int *past)
-{
-    if (!side->index)
-        return i;
-    const int64_t index = kvpi_load_index(side, i), row = (int64_t)((uint64_t)index - (uint64_t)side->index_base);
-    if ((uint64_t)row < (uint64_t)side->table.rows && index >= side->index_base)
-        return row;
-    *past |= index >= side->index_base;
-    return -1;
-}
-
 static char *kvpi_row_at(const kvpi_typed_side *typed, int64_t row)
 {
-    const kvprim_table *const t = &typed->side->table;
-    const int64_t page = t->page_rows ? row / t->page_rows : 0;
-    return typed->data + page * t->page_stride + (row - page * t->page_rows) * t->stride;
+    return typed->data + kvpi_row_offset(typed->side, row);
 }
 
 /* The scale of a row's first tile. */

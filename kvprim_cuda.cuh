@@ -33,16 +33,19 @@
                                   short units over the link; device layers and indices of the host
            >>impl_convert_elements  elements in registers: decode, scale, encode
            >>impl_convert_rows    gather and store of plain rows that convert
-           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them; fragments
-                                  whose descriptors the GPU reads
+           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
+           >>impl_meta_kernel     the same for fragments whose descriptors the GPU reads
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
                                   what a transfer's memory must be
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_convert_plan    the same for plain rows that convert
            >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
-           >>impl_convert_moves   all other moves that convert: kernels and plan
-           >>impl_unpack_host     planning and encoding fragments and copies
+           >>impl_convert_moves   all other moves that convert: their kernel
+           >>impl_convert_move_plan   and its parameters
+           >>impl_unpack_survey   what fragments or copies have in common
+           >>impl_unpack_host     their records in a launch's parameters; one launch or several, or CUDA's own copy
+           >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
            >>impl_slots           page tables into slots: the kernel and its parameters
            >>impl_calls           the public functions
 
@@ -71,9 +74,10 @@
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
-   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 7 s of
-                               nvcc (13.0) and 1.0 MB for each architecture. A call that needs one then returns
+   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements, which take 2 s of nvcc
+                               (13.0) and 0.4 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
+   KVPRIM_NO_UNPACK            the same for unpack, unpack_meta and copy (1 s, 0.3 MB), which then return it
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
 #include "kvprim.h"
@@ -99,13 +103,14 @@ extern "C" {
    the call. The GPU reads and writes scales, and adds to `nans` atomically, when the work runs. So in a graph,
    SCALE_TENSOR and SCALE_HEAD have at each replay the scales that memory holds then. Scales of a tensor or head, and
    source rows, may be read even if no row moves.
-   The fastest kernels take one launch for a gather, or for a store of K and V together: of one layer, without max_sms,
-   if rows, pieces of rows and tiles are made of groups of 8 elements (4 of F32) that are aligned to their size. Where
-   scales are computed, source rows have at most 4,096 bytes, and no tile reaches into a second piece. V may have K's
-   types and kind of scale, or, beside K with computed scales, consist of bytes in words of 16. Other conversions take
-   one launch each and, if groups of 8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15 times. If
-   a side of a transfer is pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No
-   conversion uses the copy engine. */
+   The fastest kernels take one launch for a gather, or for a store of K and V together: fp16 or bf16 into a quantised
+   type or out of it, of one layer, without max_sms, if rows, pieces of rows and tiles are made of groups of 8 elements
+   that are aligned to their size. Where scales are computed, source rows have at most 4,096 bytes, and no tile reaches
+   into a second piece; INT8's tiles are 16 to 512 elements, a power of two. V may have K's types and kind of scale, or,
+   beside K with computed scales, consist of bytes in words of 16. Other conversions take one launch each and, if groups
+   of 8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15 times. If a side of a transfer is
+   pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No conversion uses the copy
+   engine. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -125,9 +130,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    0.2 us longer than with host arrays (H200).
    host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. They travel in the
    launch's parameters, with 4 bytes for each index (8 if a table has 2^31 rows or more). A launch holds about 8,000 of
-   them (900 if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with indices in the GPU's
-   memory. More indices take several launches, one after the other, of about 2 us each (H200). The call takes up to
-   38 KB of stack.
+   them (900 if it converts, or if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with
+   indices in the GPU's memory. More indices take several launches, one after the other, of about 2 us each (H200). The
+   call takes up to 38 KB of stack.
    Pinned or not: if the first row of a side, its array of device layers or its index is ordinary host memory that the
    GPU cannot reach, the call fails with KVPRIM_ERROR_ARGUMENT. So it does if the index is memory of a GPU and
    host_index is 1. Answers of CUDA are remembered by address, so memory that was freed and allocated anew as another
@@ -229,7 +234,6 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
    first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
-#define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
 
 KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
 {
@@ -240,26 +244,14 @@ KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
 #endif
 }
 
-/* a / b; neither is negative. 32 bits take a quarter of the instructions that 64 do. */
-KVPRIM_ANYWHERE int64_t kvpc_quotient(int64_t a, int64_t b)
-{
-    return ((uint64_t)a | (uint64_t)b) >> 32 ? a / b : (int64_t)((uint32_t)a / (uint32_t)b);
-}
-
 KVPRIM_ANYWHERE int64_t kvprim_device_row(const kvprim_side &side, int64_t i, uint32_t *rejected)
 {
-    int64_t index = i, base = 0;
-    if (side.index) {
-        const int64_t at = i * side.index_stride;
-        index = side.index_type == KVPRIM_I64 ? ((const int64_t *)side.index)[at] : ((const int32_t *)side.index)[at];
-        base = side.index_base;
-    }
-    const uint64_t row = (uint64_t)index - (uint64_t)base; /* cannot wrap where index >= base */
-    if (index >= base && row < (uint64_t)side.table.rows)
-        return (int64_t)row;
-    if (index >= base && rejected)
+    int past = !side.index && i >= side.table.rows;
+    const int64_t row =
+        side.index || kvpi_is_inside(i, 0, (uint64_t)side.table.rows) ? kvpi_find_number(&side, i, &past) : -1;
+    if (past && rejected)
         kvpc_count(rejected);
-    return -1;
+    return row;
 }
 
 /* Where a layer starts, or NULL if only the host can tell. */
@@ -273,14 +265,8 @@ KVPRIM_ANYWHERE char *kvpc_device_layer(const kvprim_side &side, int64_t layer)
 KVPRIM_ANYWHERE char *kvprim_device_byte_in(const kvprim_side &side, void *base, int64_t row, int64_t byte)
 {
     const kvprim_table &t = side.table;
-    int64_t in_page = row, at = byte;
-    if (t.page_rows) {
-        const int64_t page = side.page_shift >= 0 ? row >> side.page_shift : kvpc_quotient(row, t.page_rows);
-        in_page = row - page * t.page_rows, at += page * t.page_stride;
-    }
-    if (t.heads > 1)
-        at += kvpc_quotient(byte, side.piece_bytes) * (t.head_stride - side.piece_bytes);
-    return (char *)base + in_page * t.stride + at;
+    const int64_t head = t.heads > 1 ? kvpi_divided(byte, side.piece_bytes) : 0;
+    return (char *)base + kvpi_row_offset(&side, row) + byte + head * (t.head_stride - side.piece_bytes);
 }
 
 KVPRIM_ANYWHERE char *kvprim_device_byte(const kvprim_side &side, int64_t layer, int64_t row, int64_t byte)
@@ -369,6 +355,9 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 #error "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Without a GPU, include kvprim.h instead"
 #endif
 
+#define KVPRIM_ELEMENTS /* kvprim.h's >>impl_elements, once for each unit */
+#include "kvprim.h"
+#undef KVPRIM_ELEMENTS
 #include <string.h>
 #ifndef KVPRIM_CUDA_EMULATE /* the emulation runs the kernels below thread by thread on the CPU, for the tests */
 #include <stdio.h>
@@ -395,11 +384,11 @@ enum {
     kvpc_bytes_lanes = 8,           /* of kvpc_bytes_kernel */
     kvpc_bytes_loads = 3,           /* one more than aligned rows take: they start and end inside a word */
     kvpc_granule_bytes = 32,        /* that memory is written in: see kvpc_fetch_edges */
-    kvpc_few_bytes = 1 << 20,       /* of a table, at most: see kvpc_run_gather and kvpc_run_plain */
+    kvpc_few_bytes = 1 << 20,       /* of a table, at most: see kvpc_loads_of and kvpc_run_plain */
     kvpc_first_bytes = 256 << 10,   /* of all tables, at most: see kvpc_dependence */
     kvpc_some_threads = 64 << 10,   /* of a launch: with more, see kvpc_shape_rows */
     kvpc_many_threads = 128 << 10,  /* of a launch: with more, see kvpc_shape_rows */
-    kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_rows */
+    kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_words */
 };
 
 #ifndef KVPRIM_CUDA_EMULATE               /* see tests/gpu/cuda_shim.h */
@@ -650,16 +639,17 @@ typedef struct kvpc_plain {
     uint32_t block_rows, row_threads;
     uint32_t rows, base;
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
+    uint32_t first, late;              /* pdl is kvpc_trigger_first; kvpc_trigger_late: tests for 0 are shorter */
     uint32_t row_bytes[2];
     kvpc_ends pair[2];
-    uint32_t page_magic, page_shift; /* of kvpc_divisor: rows of a page, bytes of a head; 0: there are none */
-    uint32_t head_magic, head_shift;
-    kvpc_steps step[2]; /* of pair[0] and pair[1] */
+    kvpc_divisor page, head; /* rows of a page, bytes of a head; 0: there are none */
+    kvpc_steps step[2];      /* of pair[0] and pair[1] */
     uint32_t *rejected;
-    uint32_t fetch;          /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
-    uint32_t parts, k_parts; /* of a row, as kvpc_bytes_kernel counts them, and of K */
-    uint32_t parts_magic, parts_shift;
-    uint32_t gather, pdl; /* for kvpc_bytes_kernel, which has no template for them */
+    uint32_t fetch;     /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
+    uint32_t k_parts;   /* of K's rows, as kvpc_bytes_kernel counts them */
+    kvpc_divisor parts; /* of the rows of K and V */
+    uint32_t gather;    /* for kvpc_bytes_kernel, which does both */
+    uint32_t pdl;       /* a kvpc_dependence */
 } kvpc_plain;
 
 /* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. If rows
@@ -680,17 +670,21 @@ typedef struct kvpc_index {
     bool inside;
 } kvpc_index;
 
-/* The two words of an int64 are two loads that do not wait for each other, so one kernel serves both types. Rows end
-   at 2^31 or below: see kvpc_is_plain. */
-KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint32_t i, bool is_i64)
+/* The index rule for plain rows, of the index at address `at`. The two words of an int64 are two loads that do not wait
+   for each other, so one kernel serves both types. Rows end at 2^31 or below: see kvpc_is_plain. */
+KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint64_t at, bool is_i64)
 {
-    const uint64_t at = kvpc_row_at(p.index, i, p.index_step);
     kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
     if (is_i64)
         x.high = kvpc_load_i32(at + 4);
     x.row = (uint32_t)x.low - p.base;
     x.inside = x.row < p.rows && x.high == 0;
     return x;
+}
+
+KVPRIM_DEVICE uint64_t kvpc_index_at(const kvpc_plain &p, uint32_t i)
+{
+    return kvpc_row_at(p.index, i, p.index_step);
 }
 
 /* Counts an index that is past the table; one before it is padding. */
@@ -719,18 +713,12 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
    kvpc_exact        each thread's words lie in the row, and rows are not cut into parts
    kvpc_words        rows are whole words, cut into parts or not; threads may have words past the row's end
    kvpc_tails        the same, and a row may end inside a word, or its edges are fetched first: see kvpc_fetch_edges
-   kvpc_paged        each thread's words lie in the row; the indexed table has pages or heads, of whole words
-   kvpc_paged_words  the same, and threads may have words past the row's end */
-enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words };
+   kvpc_paged        as kvpc_words, and the indexed table has pages or heads, of whole words */
+enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged };
 
-KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
-{
-    return fit == kvpc_paged || fit == kvpc_paged_words;
-}
-
-/* When a kernel lets the next one start, which waits for its end; kvpc_alone: this is no dependent launch. At once is
-   best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late
-   trigger makes stores 2 % faster on average on an H200, 8 % on an H100. */
+/* When a kernel lets the next one start, which waits for its end; kvpc_alone: never, as this is no dependent launch. At
+   once is best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a
+   late trigger makes stores 2 % faster on average on an H200, 8 % on an H100. */
 enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
 
 /* Where the words of a thread lie in row `row` of the indexed table, whose base is `base`. m: 0, or 1 for V. */
@@ -740,61 +728,59 @@ KVPRIM_DEVICE void kvpc_place_indexed(const kvpc_plain &p, uint64_t *words, uint
 {
     kvpc_place_words<loads>(words, kvpc_row_at(base + at, row, stride), step);
     for (uint32_t k = 0; paged && k < loads; k++) {
-        const uint32_t page = __umulhi(2 * row, p.page_magic) >> p.page_shift;
-        const uint32_t head = __umulhi(2 * (at + k * step), p.head_magic) >> p.head_shift;
+        const uint32_t page = kvpc_divide(row, p.page), head = kvpc_divide(at + k * step, p.head);
         words[k] = kvpc_row_at(kvpc_row_at(words[k], head, p.step[m].head), page, p.step[m].page);
     }
 }
 
-/* The two kernels below, for rows that begin at multiples of 16 bytes:
+/* The two kernels below, for rows that begin at multiples of 16 bytes. Whether a launch is dependent is not a template
+   parameter: waiting where there is nothing to wait for returns at once, and a trigger takes two instructions.
    - row_threads threads move a row, or a part of it. Each moves the word at `at`, and for each further load the word
      row_threads words after it.
    - In the last word of a row with kvpc_tails, only the row's bytes are written, but all 16 are read.
    - All addresses come before the loads, and all loads before the stores. */
 
-template <uint32_t loads, kvpc_fit fit, kvpc_dependence pdl>
+template <uint32_t loads, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
-    const bool exact = fit == kvpc_exact || fit == kvpc_paged;
+    const bool exact = fit == kvpc_exact;
     uint32_t i, at;
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (pdl != kvpc_alone)
-        kvpc_pdl_wait();
-    const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
+    kvpc_pdl_wait();
+    const kvpc_index x = kvpc_find_row(p, kvpc_index_at(p, i), p.index_is_i64);
     const uint32_t step = 16 * p.row_threads, end = p.row_bytes[0];
     uint64_t src[loads], dst[loads];
     uint4 v[loads];
-    kvpc_place_indexed<loads, kvpc_has_pages(fit)>(p, src, p.pair[0].src, p.pair[0].src_stride, 0, x.row, at, step);
+    kvpc_place_indexed<loads, fit == kvpc_paged>(p, src, p.pair[0].src, p.pair[0].src_stride, 0, x.row, at, step);
     kvpc_place_words<loads>(dst, kvpc_row_at(p.pair[0].dst + at, i, p.pair[0].dst_stride), step);
     if (fit == kvpc_tails && p.fetch && at == 0)
         kvpc_fetch_edges(dst[0], end);
     kvpc_load_words<loads, exact>(v, x.inside, src, step, at, end); /* with the zero fill */
-    if (pdl != kvpc_alone && loads == 1)
+    if (p.late && loads == 1)
         kvpc_pdl_trigger();
     kvpc_store_words<loads, exact, fit == kvpc_tails>(dst, v, step, at, end);
-    if (pdl != kvpc_alone && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
+    if (p.late && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
         kvpc_pdl_trigger();
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
 
 /* tables: 1, or 2 for K and V. */
-template <uint32_t loads, uint32_t tables, kvpc_fit fit, kvpc_dependence pdl>
+template <uint32_t loads, uint32_t tables, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
-    const bool exact = fit == kvpc_exact || fit == kvpc_paged;
+    const bool exact = fit == kvpc_exact;
     const bool early =
         loads > 1 || !(exact || fit == kvpc_tails); /* without this branch the compiler uses the slot before it loads */
     uint32_t i, at;
-    if (pdl == kvpc_trigger_first)
-        kvpc_pdl_trigger();
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (pdl != kvpc_alone)
-        kvpc_pdl_wait();
+    if (loads == 1 && p.first)
+        kvpc_pdl_trigger();
+    kvpc_pdl_wait();
     const uint32_t step = 16 * p.row_threads;
     uint4 v[tables][loads];
     uint64_t src[loads], dst[tables][loads];
@@ -802,14 +788,14 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    if (pdl == kvpc_trigger_late) /* after the slot's load it would be compiled to wait for the slot */
+    if (loads == 1 && p.late) /* after the slot's load it would be compiled to wait for the slot */
         kvpc_pdl_trigger();
-    const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
+    const kvpc_index x = kvpc_find_row(p, kvpc_index_at(p, i), p.index_is_i64);
     if (early && !x.inside && at == 0)
         kvpc_count_rejected(p, x);
     for (uint32_t m = 0; m < tables; m++) {
-        kvpc_place_indexed<loads, kvpc_has_pages(fit)>(p, dst[m], p.pair[m].dst, p.pair[m].dst_stride, m, x.row, at,
-                                                       step);
+        kvpc_place_indexed<loads, fit == kvpc_paged>(p, dst[m], p.pair[m].dst, p.pair[m].dst_stride, m, x.row, at,
+                                                     step);
         if (fit == kvpc_tails && p.fetch && x.inside && at == 0)
             kvpc_fetch_edges(dst[m][0], p.row_bytes[m]);
     }
@@ -863,7 +849,7 @@ static __global__ void __launch_bounds__(kvpc_threads)
     kvpc_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
-    const uint32_t i = __umulhi(2 * (t / lanes), p.parts_magic) >> p.parts_shift, part = t / lanes - i * p.parts;
+    const uint32_t i = kvpc_divide(t / lanes, p.parts), part = t / lanes - i * (uint32_t)p.parts.by;
     if (i >= p.count)
         return;
     if (p.pdl)
@@ -871,7 +857,8 @@ static __global__ void __launch_bounds__(kvpc_threads)
     const uint32_t v_side = part >= p.k_parts;
     const kvpc_ends &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
-    const kvpc_index x = p.index_is_i64 ? kvpc_find_row(p, i, true) : kvpc_find_row(p, i, false);
+    const kvpc_index x =
+        p.index_is_i64 ? kvpc_find_row(p, kvpc_index_at(p, i), true) : kvpc_find_row(p, kvpc_index_at(p, i), false);
     if (p.pdl)
         kvpc_pdl_trigger();
     if (!x.inside && part == 0 && t % lanes == 0)
@@ -927,11 +914,14 @@ typedef struct kvpc_layer {
 
 enum { kvpc_params_bytes = 4000, kvpc_most_tasks = 4 }; /* larger parameters cost time: 0.3 us at 8 KB on an H200 */
 
-template <uint32_t most_tasks> struct kvpc_batch {
+/* Several moves, or one whose layers the host names. */
+template <uint32_t tasks_room> struct kvpc_batch {
+    static const uint32_t most_tasks = tasks_room;
+    static const bool fills = true; /* rows without a source may become zeros */
     static const uint32_t most_layers = (kvpc_params_bytes - 24 - most_tasks * sizeof(kvpc_task)) / sizeof(kvpc_layer);
-    uint64_t total; /* chunks */
-    uint32_t part_bytes, tasks;
-    uint32_t pdl, layers;
+    uint64_t total;                   /* chunks */
+    uint32_t part_bytes, lanes_shift; /* 1 << lanes_shift threads move a chunk */
+    uint32_t tasks, pdl;
     kvpc_task task[most_tasks];
     kvpc_layer layer[most_layers];
 };
@@ -939,11 +929,32 @@ template <uint32_t most_tasks> struct kvpc_batch {
 static_assert(kvpc_batch<1>::most_layers == 231 && kvpc_batch<4>::most_layers == 180, "said in >>gpu_move");
 static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && sizeof(kvpc_batch<4>) <= kvpc_params_bytes, "no room");
 
-typedef struct kvpc_chunk {
-    uint64_t dst, src;
-    uint32_t bytes; /* 0: nothing to do */
-    bool zero;
-} kvpc_chunk;
+/* One move whose layers only the GPU knows, or whose rows the host names, or of any size. As the tables may begin
+   anywhere, the kernel looks at each chunk's alignment.
+
+   A kvpc_stack says where the layers of one side begin: at the addresses in `array` (device memory), or at those that
+   n32 holds from word `words` on, or `step` bytes apart from `base` on. If the host names the side's rows, n32 holds
+   them from word `list` on. 0 in array, words or list: it is not used. */
+typedef struct kvpc_stack {
+    uint64_t array, base, step;
+    uint32_t words, list;
+} kvpc_stack;
+
+/* Words of n32 are counted from kvpc_first_word on, as 0 says that there are none. kvpc_bare_params have room for none,
+   which spares the kernels the tests for them, and the host the time to copy the parameters. */
+enum { kvpc_first_word = 2, kvpc_bare_params = 384 };
+
+template <uint32_t bytes> struct kvpc_listed {
+    static const uint32_t most_tasks = 1;
+    static const bool bare = bytes == kvpc_bare_params, fills = false;
+    static const uint32_t room = (bytes - 24 - sizeof(kvpc_task) - 2 * sizeof(kvpc_stack)) / 4;
+    uint64_t total;
+    uint32_t part_bytes, pdl;
+    uint32_t lanes_shift, row_words; /* row_words: of a list */
+    kvpc_stack dst, src;             /* before what is needed after the loads: see kvpc_plain */
+    kvpc_task task;
+    uint32_t n32[room];
+};
 
 /* The index of row i on both sides: one load after the other, and no wait between them. */
 template <class number>
@@ -972,6 +983,97 @@ template <class number> KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_layout &sid
     return row * (uint64_t)side.stride + kvpc_divide(row, side.page) * (uint64_t)side.page_step;
 }
 
+KVPRIM_DEVICE uint64_t kvpc_row_of(const kvpc_naming &rows, int64_t index)
+{
+    return (uint64_t)index - (uint64_t)rows.base;
+}
+
+KVPRIM_DEVICE bool kvpc_is_inside(const kvpc_naming &rows, int64_t index)
+{
+    return kvpi_is_inside(index, rows.base, rows.rows);
+}
+
+KVPRIM_DEVICE bool kvpc_is_past(const kvpc_naming &rows, int64_t index)
+{
+    return !kvpc_is_inside(rows, index) && index >= rows.base;
+}
+
+/* Counts a row whose index is past the table, on either side. */
+KVPRIM_DEVICE void kvpc_count_past(const kvpc_task &t, int64_t to, int64_t from)
+{
+    if (t.rejected && (kvpc_is_past(t.dst_rows, to) || kvpc_is_past(t.src_rows, from)))
+        atomicAdd(t.rejected, 1u);
+}
+
+/* What chunk `work` of a task is of: where the layer begins on both sides, and the indices that name the row. */
+template <class number> struct kvpc_spot {
+    number layer, in_row; /* in_row: the chunk's number in its row */
+    uint64_t dst, src;
+    int64_t to, from;
+};
+
+typedef struct kvpc_chunk {
+    uint64_t dst, src;
+    uint32_t bytes; /* 0: nothing to do */
+    bool zero;
+} kvpc_chunk;
+
+/* Row i and its layer, in a batch and in a list. All loads come first, and no wait between them. */
+template <class number, uint32_t most_tasks>
+KVPRIM_DEVICE void kvpc_load_spot(const kvpc_batch<most_tasks> &p, const kvpc_task &t, number i, kvpc_spot<number> *s)
+{
+    const kvpc_layer &base = p.layer[most_tasks > 1 ? (number)t.first_layer + s->layer : s->layer];
+    kvpc_load_indices(t, i, &s->to, &s->from);
+    s->dst = base.dst, s->src = base.src;
+}
+
+template <uint32_t bytes>
+KVPRIM_DEVICE uint64_t kvpc_layer_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t layer)
+{
+    if (kvpc_listed<bytes>::bare || s.words == 0)
+        return s.base + layer * s.step;
+    return (uint64_t)p.n32[s.words + 2 * layer + 1] << 32 | p.n32[s.words + 2 * layer];
+}
+
+/* Row i of a list, as the index rule leaves it. Only where numbers have 64 bits it may take two words. */
+template <class number, uint32_t bytes>
+KVPRIM_DEVICE int64_t kvpc_row_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t i)
+{
+    if (sizeof(number) == 4 || p.row_words == 1)
+        return (int32_t)p.n32[s.list + i];
+    return (int64_t)((uint64_t)p.n32[s.list + 2 * i + 1] << 32 | p.n32[s.list + 2 * i]);
+}
+
+template <class number, uint32_t bytes>
+KVPRIM_DEVICE void kvpc_load_spot(const kvpc_listed<bytes> &p, const kvpc_task &t, number i, kvpc_spot<number> *s)
+{
+    s->dst = s->src = 0;
+    if (p.dst.array)
+        s->dst = (uint64_t)kvpc_load_i64(p.dst.array + 8 * (uint64_t)s->layer);
+    if (p.src.array)
+        s->src = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)s->layer);
+    kvpc_load_indices(t, i, &s->to, &s->from);
+    if (!kvpc_listed<bytes>::bare && p.dst.list)
+        s->to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
+    if (!kvpc_listed<bytes>::bare && p.src.list)
+        s->from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
+    if (!p.dst.array)
+        s->dst = kvpc_layer_in(p, p.dst, (uint32_t)s->layer);
+    if (!p.src.array)
+        s->src = kvpc_layer_in(p, p.src, (uint32_t)s->layer);
+}
+
+template <class params, class number>
+KVPRIM_DEVICE kvpc_spot<number> kvpc_find_spot(const params &p, const kvpc_task &t, number work)
+{
+    kvpc_spot<number> s;
+    const number layer_row = kvpc_divide(work, t.chunks);
+    s.in_row = work - layer_row * (number)t.chunks.by;
+    s.layer = kvpc_divide(layer_row, t.count);
+    kvpc_load_spot(p, t, (number)(layer_row - s.layer * (number)t.count.by), &s);
+    return s;
+}
+
 template <uint32_t most_tasks>
 KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc_batch<most_tasks> &p, uint64_t chunk)
 {
@@ -982,91 +1084,116 @@ KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc_batch<most_tasks> &p, uin
     return p.task[t];
 }
 
-/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst; `aligned`: so do units. */
-template <bool aligned, uint32_t most_tasks, class number>
-KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number work, bool first_lane)
+template <uint32_t bytes> KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc_listed<bytes> &p, uint64_t)
 {
-    const kvpc_task &s = kvpc_task_of(p, work);
-    const number chunk = most_tasks > 1 ? work - (number)s.first_chunk : work;
-    const number layer_row = kvpc_divide(chunk, s.chunks), in_row = chunk - layer_row * (number)s.chunks.by;
-    const number layer = kvpc_divide(layer_row, s.count), i = layer_row - layer * (number)s.count.by;
-    const kvpc_layer &base = p.layer[most_tasks > 1 ? (number)s.first_layer + layer : layer];
-    int64_t to, from;
-    kvpc_load_indices(s, i, &to, &from);
-    number part = in_row;
-    uint64_t dst_unit = 0, src_unit = 0;
-    if (s.units > 1) {
-        const number unit = kvpc_divide(in_row, s.parts);
-        part = in_row - unit * (number)s.parts.by;
-        dst_unit = unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
-        src_unit = unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
+    return p.task;
+}
+
+/* Chunk `work` of all. Parts begin at 16-byte boundaries of dst, and the last one takes what a unit that begins inside
+   16 bytes has more than its parts. `words`: all are whole words. */
+template <bool words, class params, class number>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool first_lane)
+{
+    const kvpc_task &t = kvpc_task_of(p, work);
+    kvpc_spot<number> s = kvpc_find_spot(p, t, (number)(params::most_tasks > 1 ? work - (number)t.first_chunk : work));
+    number part = s.in_row;
+    if (t.units > 1) {
+        const number unit = kvpc_divide(s.in_row, t.parts);
+        part = s.in_row - unit * (number)t.parts.by;
+        s.dst += unit * t.unit_bytes + kvpc_divide(unit, t.dst.head) * (uint64_t)t.dst.head_step;
+        s.src += unit * t.unit_bytes + kvpc_divide(unit, t.src.head) * (uint64_t)t.src.head_step;
     }
-    const uint64_t dst_row = (uint64_t)to - (uint64_t)s.dst_rows.base,
-                   src_row = (uint64_t)from - (uint64_t)s.src_rows.base;
-    const bool dst_inside = to >= s.dst_rows.base && dst_row < s.dst_rows.rows;
-    const bool src_inside = from >= s.src_rows.base && src_row < s.src_rows.rows;
+    const bool dst_inside = kvpc_is_inside(t.dst_rows, s.to), src_inside = kvpc_is_inside(t.src_rows, s.from);
+    const bool fills = params::fills || sizeof(number) == 8;
     kvpc_chunk c;
-    c.dst = base.dst + kvpc_place(s.dst, (number)dst_row) + dst_unit;
-    c.src = base.src + kvpc_place(s.src, (number)src_row) + src_unit;
-    c.zero = !src_inside;
-    const uint64_t lead = aligned ? 0 : c.dst % 16, begin = (uint64_t)part * p.part_bytes;
-    const uint64_t at = part ? begin - lead : 0, end = begin + p.part_bytes - lead;
-    const uint64_t before = end < s.unit_bytes ? end : s.unit_bytes;
+    c.dst = s.dst + kvpc_place(t.dst, (number)kvpc_row_of(t.dst_rows, s.to));
+    c.src = s.src + kvpc_place(t.src, (number)kvpc_row_of(t.src_rows, s.from));
+    c.zero = fills && !src_inside;
+    const number lead = words ? 0 : (number)(c.dst % 16), at = part ? part * p.part_bytes - lead : 0;
+    number end = (part + 1) * p.part_bytes - lead;
+    if (words ? end > (number)t.unit_bytes : part + 1 == (number)t.parts.by)
+        end = (number)t.unit_bytes;
     c.dst += at, c.src += at;
-    c.bytes = dst_inside && (src_inside || s.zero) && at < before ? (uint32_t)(before - at) : 0;
-    if (!dst_inside || !src_inside) {
-        const bool past = (!dst_inside && to >= s.dst_rows.base) || (!src_inside && from >= s.src_rows.base);
-        if (past && layer == 0 && in_row == 0 && first_lane && s.rejected)
-            atomicAdd(s.rejected, 1u);
-    }
+    c.bytes = dst_inside && (src_inside || (fills && t.zero)) ? (uint32_t)(end - at) : 0;
+    if ((fills ? !dst_inside || !src_inside : c.bytes == 0) && s.layer == 0 && s.in_row == 0 && first_lane)
+        kvpc_count_past(t, s.to, s.from);
     return c;
 }
 
-/* On the whole GPU: each group of threads moves one chunk. */
-template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
-static __global__ void __launch_bounds__(kvpc_threads)
-    kvpc_move_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
+/* Whether a chunk is whole aligned words on both sides. */
+KVPRIM_DEVICE bool kvpc_is_words(const kvpc_chunk &c)
 {
-    const uint32_t work = blockIdx.x * (kvpc_threads / lanes) + threadIdx.x / lanes, at = 16 * (threadIdx.x % lanes);
+    return (c.dst | c.src | c.bytes) % 16 == 0;
+}
+
+/* Of 1, 2, 4 or 8 bytes, at a multiple of them: such rows in pieces are one of vLLM's layouts. */
+template <class piece> KVPRIM_DEVICE bool kvpc_copy_piece(const kvpc_chunk &c)
+{
+    if (c.bytes != sizeof(piece) || (c.dst | c.src) % sizeof(piece))
+        return false;
+    *(piece *)kvpc_global(c.dst) = c.zero ? piece{} : *(const piece *)kvpc_global(c.src);
+    return true;
+}
+
+/* Words of a chunk that a thread moves: on the whole GPU, on few multiprocessors (of several moves, whose parameters
+   take registers, half as many), and of any alignment. */
+static const uint32_t kvpc_once_loads = 2, kvpc_few_loads = 8, kvpc_any_loads = 4;
+
+/* A chunk of any alignment, by `lanes` threads, of which each has `loads` words on their way. */
+template <uint32_t loads> KVPRIM_DEVICE void kvpc_copy_chunk(const kvpc_chunk &c, uint32_t lane, uint32_t lanes)
+{
+    const uint32_t lead = (uint32_t)(c.dst % 16), end = c.bytes ? lead + c.bytes : 0;
+    if (loads == kvpc_any_loads && lanes == 1 &&
+        (kvpc_copy_piece<uint2>(c) || kvpc_copy_piece<uint32_t>(c) || kvpc_copy_piece<uint16_t>(c) ||
+         kvpc_copy_piece<char>(c)))
+        return;
+    for (uint32_t w = lane; 16 * w < end; w += loads * lanes)
+        kvpc_copy_words<loads>(c.dst, c.src, (int32_t)lead, (int32_t)c.bytes, w, lanes, !c.zero, true, false);
+}
+
+/* Chunk `work`, of `loads` words a thread; copy_loads: of which a copy of another alignment has so many under way. */
+template <bool words, uint32_t loads, uint32_t copy_loads, class params, class number>
+KVPRIM_DEVICE void kvpc_move_chunk(const params &p, number work, uint32_t lane, uint32_t lanes)
+{
+    const uint32_t at = 16 * lane, step = 16 * lanes;
+    const kvpc_chunk c = kvpc_find_chunk<words>(p, work, lane == 0);
+    if (words || kvpc_is_words(c)) {
+        uint64_t src[loads], dst[loads];
+        uint4 v[loads];
+        kvpc_place_words<loads>(src, c.src + at, step);
+        kvpc_place_words<loads>(dst, c.dst + at, step);
+        kvpc_load_words<loads, false>(v, !c.zero, src, step, at, c.bytes);
+        kvpc_store_words<loads, false, false>(dst, v, step, at, c.bytes);
+    } else
+        kvpc_copy_chunk<copy_loads>(c, lane, lanes);
+}
+
+/* On the whole GPU: each group of threads moves one chunk. A copy of another alignment has one word on its way, so that
+   it takes no registers from the rest. */
+template <bool words, class params>
+static __global__ void __launch_bounds__(kvpc_threads)
+    kvpc_move_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
+{
+    const uint32_t lanes = 1u << p.lanes_shift, in_block = kvpc_threads >> p.lanes_shift;
+    const uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift);
     if (work >= (uint32_t)p.total)
         return;
     if (p.pdl)
         kvpc_pdl_wait();
-    const kvpc_chunk c = kvpc_find_chunk<true>(p, work, at == 0);
-    uint64_t src[loads], dst[loads];
-    uint4 v[loads];
-    kvpc_place_words<loads>(src, c.src + at, 16 * lanes);
-    kvpc_place_words<loads>(dst, c.dst + at, 16 * lanes);
-    kvpc_load_words<loads, false>(v, !c.zero, src, 16 * lanes, at, c.bytes);
-    kvpc_store_words<loads, false, false>(dst, v, 16 * lanes, at, c.bytes);
+    kvpc_move_chunk<words, kvpc_once_loads, 1>(p, work, threadIdx.x & (lanes - 1), lanes);
 }
 
-/* Of 1, 2, 4, 8 or 16 bytes, at a multiple of them. */
-template <class piece> KVPRIM_DEVICE void kvpc_copy_piece(const kvpc_chunk &c)
-{
-    *(piece *)kvpc_global(c.dst) = c.zero ? piece{} : *(const piece *)kvpc_global(c.src);
-}
-
-/* Rows in pieces of at most 16 bytes, as in the first layout of vLLM: each thread moves one. */
-template <uint32_t most_tasks>
+/* On as many multiprocessors as there are: each group moves one chunk after the other. */
+template <class number, class params>
 static __global__ void __launch_bounds__(kvpc_unaligned_threads)
-    kvpc_move_pieces_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
+    kvpc_move_any_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
 {
+    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
+    const number in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
     if (p.pdl)
         kvpc_pdl_wait();
-    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < (uint32_t)p.total; i += gridDim.x * blockDim.x) {
-        const kvpc_chunk c = kvpc_find_chunk<true>(p, i, true);
-        if (c.bytes == 16)
-            kvpc_copy_piece<uint4>(c);
-        else if (c.bytes == 8)
-            kvpc_copy_piece<uint2>(c);
-        else if (c.bytes == 4)
-            kvpc_copy_piece<uint32_t>(c);
-        else if (c.bytes == 2)
-            kvpc_copy_piece<uint16_t>(c);
-        else if (c.bytes == 1)
-            kvpc_copy_piece<char>(c);
-    }
+    for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total; work += groups)
+        kvpc_move_chunk<false, kvpc_any_loads, kvpc_any_loads>(p, work, lane, lanes);
 }
 
 /* The words of a chunk from byte `at` on, `step` bytes apart. */
@@ -1094,44 +1221,32 @@ enum { kvpc_stores_first = 1 };
 enum { kvpc_stores_first = 0 };
 #endif
 
-/* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
-template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
+/* On few multiprocessors. While one chunk is on its way, a group finds the next. */
+template <bool words, uint32_t loads, class params>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
-    kvpc_move_few_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
+    kvpc_move_few_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
 {
-    const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
+    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
+    const uint32_t in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
     if (p.pdl)
         kvpc_pdl_wait();
-    for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
+    for (uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (uint32_t)p.total;
+         work += groups) {
         if (kvpc_stores_first)
             kvpc_store_once<loads>(c, at, 16 * lanes, v);
-        const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
+        const kvpc_chunk next = kvpc_find_chunk<words>(p, work, lane == 0);
         if (!kvpc_stores_first)
             kvpc_store_once<loads>(c, at, 16 * lanes, v);
         c = next;
+        if (!words && !kvpc_is_words(c)) {
+            kvpc_copy_chunk<kvpc_bytes_loads>(c, lane, lanes);
+            c.bytes = 0;
+        }
         kvpc_load_once<loads>(c, at, 16 * lanes, v);
     }
     kvpc_store_once<loads>(c, at, 16 * lanes, v);
-}
-
-/* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
-template <uint32_t lanes, class number, uint32_t most_tasks>
-static __global__ void __launch_bounds__(kvpc_unaligned_threads)
-    kvpc_move_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
-{
-    const uint32_t lane = threadIdx.x % lanes;
-    const number in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
-    if (p.pdl)
-        kvpc_pdl_wait();
-    for (number work = blockIdx.x * in_block + threadIdx.x / lanes; work < (number)p.total; work += groups) {
-        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
-        if (c.bytes > 0 && c.zero)
-            kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);
-        else if (c.bytes > 0)
-            kvpc_copy<lanes>(kvpc_global(c.dst), kvpc_global(c.src), c.bytes, lane);
-    }
 }
 
 /* A transfer over the link whose units are no whole lines of 128 bytes. On one side, called near, units follow each
@@ -1159,26 +1274,22 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_lines_kernel(const KVPRIM_GRID_CONSTANT kvpc_lines KVPRIM_IN_PLACE p)
 {
     const uint32_t in_block = blockDim.x / 32, lane = threadIdx.x % 32;
-    const kvpc_naming &dst_rows = p.task.dst_rows, &src_rows = p.task.src_rows;
+    const kvpc_task &t = p.task;
     if (p.pdl)
         kvpc_pdl_wait();
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / 32; work < (uint32_t)p.total;
          work += gridDim.x * in_block) {
         const uint32_t run = kvpc_divide(work, p.tiles), tile = work - run * (uint32_t)p.tiles.by;
-        const uint32_t group = kvpc_divide(run, p.task.count), i = run - group * (uint32_t)p.task.count.by;
+        const uint32_t group = kvpc_divide(run, t.count), i = run - group * (uint32_t)t.count.by;
         int64_t to, from;
-        kvpc_load_indices(p.task, i, &to, &from);
-        const uint64_t to_row = (uint64_t)to - (uint64_t)dst_rows.base,
-                       from_row = (uint64_t)from - (uint64_t)src_rows.base;
-        const bool dst_inside = to >= dst_rows.base && to_row < dst_rows.rows;
-        const bool src_inside = from >= src_rows.base && from_row < src_rows.rows;
-        if (!dst_inside || !src_inside) {
-            const bool past = (!dst_inside && to >= dst_rows.base) || (!src_inside && from >= src_rows.base);
-            if (past && group == 0 && tile == 0 && lane == 0 && p.task.rejected)
-                atomicAdd(p.task.rejected, 1u);
+        kvpc_load_indices(t, i, &to, &from);
+        if (!kvpc_is_inside(t.dst_rows, to) || !kvpc_is_inside(t.src_rows, from)) {
+            if (group == 0 && tile == 0 && lane == 0)
+                kvpc_count_past(t, to, from);
             continue;
         }
-        const uint64_t dst = kvpc_place(p.task.dst, (uint32_t)to_row), src = kvpc_place(p.task.src, (uint32_t)from_row);
+        const uint64_t dst = kvpc_place(t.dst, (uint32_t)kvpc_row_of(t.dst_rows, to)),
+                       src = kvpc_place(t.src, (uint32_t)kvpc_row_of(t.src_rows, from));
         const uint64_t near_row = p.near_base + group * p.near_step + (p.near_is_dst ? dst : src);
         const uint64_t far_row = p.near_is_dst ? src : dst;
         const uint32_t first = tile * kvpc_tile_words + lane - (uint32_t)(near_row / 16 % kvpc_line_words);
@@ -1200,206 +1311,11 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     }
 }
 
-/* Parameters of a launch whose layers only the GPU knows, or whose rows the host names (kvpc_listed). As the tables may
-   begin anywhere, the kernel looks at each chunk's alignment.
-
-   A kvpc_stack says where the layers of one side begin: at the addresses in `array` (device memory), or at those that
-   n32 holds from word `words` on, or `step` bytes apart from `base` on. If the host names the side's rows, n32 holds
-   them from word `list` on. 0 in array, words or list: it is not used. */
-typedef struct kvpc_stack {
-    uint64_t array, base, step;
-    uint32_t words, list;
-} kvpc_stack;
-
-/* Words of n32 are counted from kvpc_first_word on, as 0 says that there are none. kvpc_bare_params have room for none,
-   which spares the kernels the tests for them, and the host the time to copy the parameters. */
-enum { kvpc_first_word = 2, kvpc_bare_params = 384 };
-
-template <uint32_t bytes> struct kvpc_listed {
-    static const bool bare = bytes == kvpc_bare_params;
-    static const uint32_t room = (bytes - 24 - sizeof(kvpc_task) - 2 * sizeof(kvpc_stack)) / 4;
-    uint64_t total;
-    uint32_t part_bytes, pdl;
-    uint32_t lanes_shift, row_words; /* 1 << lanes_shift threads move a chunk; row_words: of a list */
-    kvpc_stack dst, src;             /* before what is needed after the loads: see kvpc_plain */
-    kvpc_task task;
-    uint32_t n32[room];
-};
-
-template <uint32_t bytes>
-KVPRIM_DEVICE uint64_t kvpc_layer_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t layer)
-{
-    if (kvpc_listed<bytes>::bare || s.words == 0)
-        return s.base + layer * s.step;
-    return (uint64_t)p.n32[s.words + 2 * layer + 1] << 32 | p.n32[s.words + 2 * layer];
-}
-
-/* Row i of a list, as the index rule leaves it. Only where numbers have 64 bits it may take two words. */
-template <class number, uint32_t bytes>
-KVPRIM_DEVICE int64_t kvpc_row_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t i)
-{
-    if (sizeof(number) == 4 || p.row_words == 1)
-        return (int32_t)p.n32[s.list + i];
-    return (int64_t)((uint64_t)p.n32[s.list + 2 * i + 1] << 32 | p.n32[s.list + 2 * i]);
-}
-
-/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst, and the last one takes what a
-   unit that begins inside 16 bytes has more than its parts. All loads come first, and no wait between them. */
-template <class number, uint32_t bytes>
-KVPRIM_DEVICE kvpc_chunk kvpc_find_listed(const kvpc_listed<bytes> &p, number work, bool first_lane)
-{
-    const kvpc_task &s = p.task;
-    const number layer_row = kvpc_divide(work, s.chunks), in_row = work - layer_row * (number)s.chunks.by;
-    const number layer = kvpc_divide(layer_row, s.count), i = layer_row - layer * (number)s.count.by;
-    uint64_t dst_base = 0, src_base = 0;
-    int64_t to, from;
-    if (p.dst.array)
-        dst_base = (uint64_t)kvpc_load_i64(p.dst.array + 8 * (uint64_t)layer);
-    if (p.src.array)
-        src_base = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)layer);
-    kvpc_load_indices(s, i, &to, &from);
-    if (!kvpc_listed<bytes>::bare && p.dst.list)
-        to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
-    if (!kvpc_listed<bytes>::bare && p.src.list)
-        from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
-    if (!p.dst.array)
-        dst_base = kvpc_layer_in(p, p.dst, (uint32_t)layer);
-    if (!p.src.array)
-        src_base = kvpc_layer_in(p, p.src, (uint32_t)layer);
-    number part = in_row;
-    if (s.units > 1) {
-        const number unit = kvpc_divide(in_row, s.parts);
-        part = in_row - unit * (number)s.parts.by;
-        dst_base += unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
-        src_base += unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
-    }
-    const uint64_t dst_row = (uint64_t)to - (uint64_t)s.dst_rows.base,
-                   src_row = (uint64_t)from - (uint64_t)s.src_rows.base;
-    const bool dst_inside = to >= s.dst_rows.base && dst_row < s.dst_rows.rows;
-    const bool src_inside = from >= s.src_rows.base && src_row < s.src_rows.rows;
-    kvpc_chunk c;
-    c.dst = dst_base + kvpc_place(s.dst, (number)dst_row);
-    c.src = src_base + kvpc_place(s.src, (number)src_row);
-    c.zero = false;
-    const number lead = (number)(c.dst % 16), at = part ? part * p.part_bytes - lead : 0;
-    const number end = part + 1 == (number)s.parts.by ? (number)s.unit_bytes : (part + 1) * p.part_bytes - lead;
-    c.dst += at, c.src += at;
-    c.bytes = dst_inside && src_inside ? (uint32_t)(end - at) : 0;
-    if (c.bytes == 0 && layer == 0 && in_row == 0 && first_lane && s.rejected)
-        if ((!dst_inside && to >= s.dst_rows.base) || (!src_inside && from >= s.src_rows.base))
-            atomicAdd(s.rejected, 1u);
-    return c;
-}
-
-/* Whether a chunk is whole aligned words on both sides. */
-KVPRIM_DEVICE bool kvpc_is_words(const kvpc_chunk &c)
-{
-    return (c.dst | c.src | c.bytes) % 16 == 0;
-}
-
-/* A chunk of any alignment, by `lanes` threads, of which each has `loads` words on their way. */
-template <uint32_t loads> KVPRIM_DEVICE void kvpc_copy_chunk(const kvpc_chunk &c, uint32_t lane, uint32_t lanes)
-{
-    const uint32_t lead = (uint32_t)(c.dst % 16), end = c.bytes ? lead + c.bytes : 0;
-    for (uint32_t w = lane; 16 * w < end; w += loads * lanes)
-        kvpc_copy_words<loads>(c.dst, c.src, (int32_t)lead, (int32_t)c.bytes, w, lanes, true, true, false);
-}
-
-enum { kvpc_listed_loads = 2, kvpc_listed_few_loads = 8 }; /* words of a chunk that a thread moves; on few SMs */
-
-/* The kernels below do for kvpc_listed what those above do for kvpc_batch. A byte-wise copy has one word on its way, so
-   that it takes no registers from the rest. */
-template <class params, class number>
-KVPRIM_DEVICE void kvpc_move_listed(const params &p, number work, uint32_t lane, uint32_t lanes)
-{
-    const uint32_t loads = kvpc_listed_loads, at = 16 * lane, step = 16 * lanes;
-    const kvpc_chunk c = kvpc_find_listed<number>(p, work, lane == 0);
-    if (kvpc_is_words(c)) {
-        uint64_t src[loads], dst[loads];
-        uint4 v[loads];
-        kvpc_place_words<loads>(src, c.src + at, step);
-        kvpc_place_words<loads>(dst, c.dst + at, step);
-        kvpc_load_words<loads, false>(v, true, src, step, at, c.bytes);
-        kvpc_store_words<loads, false, false>(dst, v, step, at, c.bytes);
-    } else
-        kvpc_copy_chunk<1>(c, lane, lanes);
-}
-
-/* On the whole GPU. */
-template <class params>
-static __global__ void __launch_bounds__(kvpc_threads)
-    kvpc_listed_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
-{
-    const uint32_t lanes = 1u << p.lanes_shift, in_block = kvpc_threads >> p.lanes_shift;
-    const uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift);
-    if (work >= (uint32_t)p.total)
-        return;
-    if (p.pdl)
-        kvpc_pdl_wait();
-    kvpc_move_listed(p, work, threadIdx.x & (lanes - 1), lanes);
-}
-
-/* Any number of chunks. */
-template <class params>
-static __global__ void __launch_bounds__(kvpc_threads)
-    kvpc_listed_many_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
-{
-    const uint32_t lanes = 1u << p.lanes_shift;
-    const uint64_t in_block = kvpc_threads >> p.lanes_shift;
-    if (p.pdl)
-        kvpc_pdl_wait();
-    for (uint64_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < p.total;
-         work += gridDim.x * in_block)
-        kvpc_move_listed(p, work, threadIdx.x & (lanes - 1), lanes);
-}
-
-template <class params>
-static __global__ void __launch_bounds__(kvpc_few_sms_threads)
-    kvpc_listed_few_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
-{
-    const uint32_t loads = kvpc_listed_few_loads, lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
-    const uint32_t at = 16 * lane, in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
-    uint4 v[loads];
-    kvpc_chunk c = {0, 0, 0, false};
-    if (p.pdl)
-        kvpc_pdl_wait();
-    for (uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (uint32_t)p.total;
-         work += groups) {
-        if (kvpc_stores_first)
-            kvpc_store_once<loads>(c, at, 16 * lanes, v);
-        const kvpc_chunk next = kvpc_find_listed<uint32_t>(p, work, lane == 0);
-        if (!kvpc_stores_first)
-            kvpc_store_once<loads>(c, at, 16 * lanes, v);
-        c = next;
-        if (!kvpc_is_words(c)) {
-            kvpc_copy_chunk<kvpc_bytes_loads>(c, lane, lanes);
-            c.bytes = 0;
-        }
-        kvpc_load_once<loads>(c, at, 16 * lanes, v);
-    }
-    kvpc_store_once<loads>(c, at, 16 * lanes, v);
-}
-
 /* >>impl_convert_elements --------------------------------------------------------------------------------------------
 
    Elements in registers, several at a time, with the bits of kvprim.h's >>impl_elements. Inline PTX, because compiler
    options (--use_fast_math) change what C's operators do. What has no instruction takes the functions of kvprim.h. */
 #ifndef KVPRIM_NO_CONVERT
-
-/* PTX knows the 8-bit types from sm_89 on (by CUDA 12.1), packs two of 16 bits from sm_80 on, and integers
-   from sm_72 on. */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
-#define KVPRIM_PTX_F8
-#endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-#define KVPRIM_PTX_F16X2
-#endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 720
-#define KVPRIM_PTX_PACK
-#endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-#define KVPRIM_PTX_XORSIGN
-#endif
 
 /* Keeps code that seldom runs out of the way. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -1408,18 +1324,45 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
 #define KVPRIM_UNLIKELY(condition) (condition)
 #endif
 
+/* An operation on fp32: in PTX, and elsewhere as kvprim.h has it. */
+#ifdef __CUDA_ARCH__
+#define KVPRIM_OPERATION(ptx, a, b, on_host)                                                                           \
+    float r;                                                                                                           \
+    asm(ptx : "=f"(r) : "f"(a), "f"(b));                                                                               \
+    return r
+#else
+#define KVPRIM_OPERATION(ptx, a, b, on_host) return on_host
+#endif
+
 KVPRIM_DEVICE float kvpc_mul(float a, float b)
 {
-#ifdef __CUDA_ARCH__
-    float c;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-#else
-    return kvpi_product(a, b);
-#endif
+    KVPRIM_OPERATION("mul.rn.f32 %0, %1, %2;", a, b, kvpi_product(a, b));
+}
+
+KVPRIM_DEVICE float kvpc_divide_exactly(float a, float b)
+{
+    KVPRIM_OPERATION("div.rn.f32 %0, %1, %2;", a, b, kvpi_quotient(a, b));
+}
+
+KVPRIM_DEVICE float kvpc_reciprocal(float a)
+{
+    KVPRIM_OPERATION("rcp.rn.f32 %0, %1;", a, a, kvpi_quotient(1, a));
+}
+
+/* The larger of a and |b|; a if b is NaN. */
+KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
+{
+    KVPRIM_OPERATION("{.reg .f32 m; abs.f32 m, %2; max.f32 %0, %1, m;}", a, b,
+                     kvpi_float_of(kvpi_tile_most(kvpi_bits_of(a), b)));
 }
 
 #ifdef __CUDA_ARCH__
+/* 1 / a, within a unit of the last place; of 0 infinity, and of infinity 0. */
+KVPRIM_DEVICE float kvpc_near_reciprocal(float a)
+{
+    KVPRIM_OPERATION("rcp.approx.ftz.f32 %0, %1;", a, a, );
+}
+
 /* a * b + c, rounded once. */
 KVPRIM_DEVICE float kvpc_fma(float a, float b, float c)
 {
@@ -1427,51 +1370,19 @@ KVPRIM_DEVICE float kvpc_fma(float a, float b, float c)
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
     return d;
 }
-
-/* 1 / a, within a unit of the last place; of 0 infinity, and of infinity 0. */
-KVPRIM_DEVICE float kvpc_near_reciprocal(float a)
-{
-    float b;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(b) : "f"(a));
-    return b;
-}
 #endif
-
-/* 1 / a in fp32. */
-KVPRIM_DEVICE float kvpc_reciprocal(float a)
-{
-#ifdef __CUDA_ARCH__
-    float b;
-    asm("rcp.rn.f32 %0, %1;" : "=f"(b) : "f"(a));
-    return b;
-#else
-    return kvpi_quotient(1, a);
-#endif
-}
-
-/* The larger of a and |b|; a if b is NaN. */
-KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
-{
-#ifdef __CUDA_ARCH__
-    float c;
-    asm("{.reg .f32 m; abs.f32 m, %2; max.f32 %0, %1, m;}" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-#else
-    return kvpi_float_of(kvpi_tile_most(kvpi_bits_of(a), b));
-#endif
-}
 
 /* What divides elements by a scale that many of them share, or multiplies them by it. */
 typedef struct kvpc_factor {
     float high, low; /* the factor, in two parts if it is a reciprocal */
-    float nearest;   /* the reciprocal to the nearest fp32 */
     float scale;     /* what it is of */
     bool divides;
+    bool exactly; /* by the division itself, as kvpc_apply_reciprocal cannot */
 } kvpc_factor;
 
 KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
 {
-    return kvpc_factor{factor, 0, 0, factor, false};
+    return kvpc_factor{factor, 0, factor, false, false};
 }
 
 /* x / scale takes two instructions with `high` below 1 / scale and `low` above the rest:
@@ -1488,38 +1399,28 @@ KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
    of 2^(11+n), so m j +- k is a multiple of 2^min(25-n, 11+n); it is less, hence 0. As |k| <= 2^(n-1) <= m, this leaves
    |j| = 1 and m = k = 1: S = 2^24 - 1 and x a power of two. There x / scale lies above the midpoint, as q's operand
    does, and both are rounded up. (Below a power of two the unit is half as large; S 2^(n-26) < 1/2 is close to no k.)
-   fp32 has numbers of 24 bits, which take two instructions more: q - (q scale - x) * nearest is correctly rounded if q
-   is one of the two fp32 numbers around the quotient, and nearest the reciprocal rounded to the nearest (Markstein).
    `low` is never 0, and has the sign of `high`: so zeros keep their sign, and infinity stays what it is.
    Scales from 2^-64 to 2^84 keep all this clear of underflow, where it matters: quotients below 2^-17 are 0, above 2^17
    the largest value. Other scales are brought there by a power of two, which multiplies x, too. */
-KVPRIM_DEVICE kvpc_factor kvpc_over(float scale, bool f32)
+KVPRIM_DEVICE kvpc_factor kvpc_over(float scale)
 {
-    kvpc_factor f = {scale, 0, 0, scale, true};
+    kvpc_factor f = {scale, 0, scale, true, false};
 #ifdef __CUDA_ARCH__
     f.high = kvpi_float_of(kvpi_bits_of(kvpc_near_reciprocal(scale)) - 2);
     f.low = kvpc_fma(kvpc_fma(-scale, f.high, 1), f.high, kvpc_mul(f.high, 4.547473508864641e-13f)); /* 2^-41 */
-    if (f32)
-        f.nearest = kvpc_reciprocal(scale);
-#else
-    (void)f32;
 #endif
     return f;
 }
 
-/* The steps above, for scales that are usual: see kvpc_is_unusual. */
-template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
+/* Divides n numbers of 11 bits by a scale that is usual: see kvpc_is_unusual. */
+template <uint32_t n> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
 {
-    for (uint32_t k = 0; k < n; k++) {
+    for (uint32_t k = 0; k < n; k++)
 #ifdef __CUDA_ARCH__
-        const float q = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
-        const float p = f32 ? kvpc_fma(kvpc_fma(q, f.scale, -x[k]), -f.nearest, q) : q;
-        const uint32_t from = 0x36800000, magnitude = kvpi_bits_of(q) & 0x7fffffff; /* 2^-18, to 2^18 */
-        x[k] = f32 && magnitude - from < 0x48800000 - from ? p : q;
+        x[k] = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
 #else
         x[k] = kvpi_quotient(x[k], f.scale);
 #endif
-    }
 }
 
 /* 1 for scales that kvpc_apply_reciprocal cannot take, not from 2^-64 to 2^84. */
@@ -1528,137 +1429,94 @@ KVPRIM_DEVICE uint32_t kvpc_is_unusual(float scale)
     return kvpi_bits_of(scale) - 0x1f800000 >= 0x69800000 - 0x1f800000;
 }
 
-/* Divides n numbers by a scale of any kind. */
-template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_divide_by_any(float *x, float scale)
+/* Divides n numbers of 11 bits by a scale of any kind, with less code than divisions take. */
+template <uint32_t n> KVPRIM_DEVICE void kvpc_divide_by_any(float *x, float scale)
 {
 #ifdef __CUDA_ARCH__
     const uint32_t bits = kvpi_bits_of(scale), magnitude = bits & 0x7fffffff;
     const uint32_t power = magnitude < 0x1f800000 ? 0x6f800000 : magnitude >= 0x69800000 ? 0x1f800000 : 0x3f800000;
     const float before = kvpi_float_of(power | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
-    kvpc_factor f = kvpc_over(kvpc_mul(scale, before), f32);
+    kvpc_factor f = kvpc_over(kvpc_mul(scale, before));
     if (magnitude == 0 || magnitude >= 0x7f800000)
-        f.high = f.low = f.nearest = kvpc_near_reciprocal(f.scale); /* infinity, 0, or NaN */
+        f.high = f.low = kvpc_near_reciprocal(f.scale); /* infinity, 0, or NaN */
     for (uint32_t k = 0; k < n; k++)
         x[k] = kvpc_mul(x[k], before);
-    kvpc_apply_reciprocal<n, f32>(x, f);
+    kvpc_apply_reciprocal<n>(x, f);
 #else
     for (uint32_t k = 0; k < n; k++)
         x[k] = kvpi_quotient(x[k], scale);
 #endif
 }
 
-/* Scales n numbers. f32: their type was fp32. */
-template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
+/* Scales n numbers. */
+template <uint32_t n> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
 {
     if (!f.divides)
         for (uint32_t k = 0; k < n; k++)
             x[k] = kvpc_mul(x[k], f.high);
-    else if (KVPRIM_UNLIKELY(kvpc_is_unusual(f.scale)))
-        kvpc_divide_by_any<n, f32>(x, f.scale);
+    else if (f.exactly)
+        for (uint32_t k = 0; k < n; k++)
+            x[k] = kvpc_divide_exactly(x[k], f.scale);
     else
-        kvpc_apply_reciprocal<n, f32>(x, f);
+        kvpc_apply_reciprocal<n>(x, f);
 }
 
 /* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 7 or 127
    times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one
    step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
-KVPRIM_DEVICE float kvpc_tile_scale_by(float largest, float by, float inverse, float least, bool power_of_two)
+KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, float least, bool power_of_two)
 {
-    const uint32_t infinity = 0x7f800000, bits = kvpi_bits_of(largest);
-    const float finite = kvpi_float_of(bits < infinity ? bits : infinity - 1);
+    const float finite = kvpi_tile_largest(kvpi_bits_of(largest));
 #ifdef __CUDA_ARCH__
-    const float q = kvpc_mul(finite, inverse);
-    const uint32_t quotient = kvpi_bits_of(kvpc_fma(kvpc_fma(-q, by, finite), inverse, q));
+    const float q = kvpc_mul(finite, inverse), quotient = kvpc_fma(kvpc_fma(-q, by, finite), inverse, q);
 #else
-    const uint32_t quotient = kvpi_bits_of(kvpi_quotient(finite, by));
+    const float quotient = kvpi_quotient(finite, by);
     (void)inverse;
 #endif
-    const uint32_t floor = kvpi_bits_of(least), scale = quotient > floor ? quotient : floor;
-    return kvpi_float_of(power_of_two ? (scale + 0x7fffff) & infinity : scale);
+    return kvpi_tile_scale(quotient, least, power_of_two);
 }
 
-template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_tile_scale(float largest, float least, bool power_of_two)
+/* How many elements fill a word. */
+KVPRIM_DEVICE uint32_t kvpc_in_word(kvprim_dtype type)
 {
-    constexpr float by = type == KVPRIM_F8E4M3 ? 448.0f : type == KVPRIM_F8E5M2 ? 57344.0f : 127.0f, inverse = 1 / by;
-    return kvpc_tile_scale_by(largest, by, inverse, least, power_of_two);
-}
-
-/* Bytes of an element. */
-KVPRIM_DEVICE constexpr uint32_t kvpc_size(kvprim_dtype type)
-{
-    return type == KVPRIM_F32 ? 4 : type == KVPRIM_F16 || type == KVPRIM_BF16 ? 2 : 1;
+    return 4 / (uint32_t)kvpi_dtype_bytes(type);
 }
 
 /* The numbers of one word: 1 of fp32, 2 of fp16 and bf16, 4 of the 8-bit types. */
 template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint32_t word)
 {
-#ifdef KVPRIM_PTX_F8
-    if (type == KVPRIM_F8E4M3 || type == KVPRIM_F8E5M2) {
-        uint32_t low, high; /* each two fp16 */
-        if (type == KVPRIM_F8E4M3)
-            asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
-                : "=r"(low), "=r"(high)
-                : "r"(word));
-        else
-            asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b;}"
-                : "=r"(low), "=r"(high)
-                : "r"(word));
-        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-            : "=f"(x[0]), "=f"(x[1])
-            : "r"(low));
-        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-            : "=f"(x[2]), "=f"(x[3])
-            : "r"(high));
-        return;
-    }
-#endif
-#ifdef __CUDA_ARCH__
-    if (type == KVPRIM_F16) {
-        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-            : "=f"(x[0]), "=f"(x[1])
-            : "r"(word));
-        return;
-    }
-    if (type == KVPRIM_INT8) { /* 2^23 + 128 + the value, less 2^23 + 128 */
-        for (uint32_t k = 0; k < 4; k++)
-            x[k] = kvpi_float_of(__byte_perm(word ^ 0x80808080, 0x4b000000, 0x7440 + k)) - 8388736.0f;
-        return;
-    }
-#endif
-    if (type == KVPRIM_BF16) {
+    if (type == KVPRIM_F32)
+        x[0] = kvpi_float_of(word);
+    else if (type == KVPRIM_BF16)
         x[0] = kvpi_float_of(word << 16), x[1] = kvpi_float_of(word & 0xffff0000);
-        return;
-    }
-    const uint32_t size = kvpc_size(type), mask = size == 4 ? UINT32_MAX : (1u << 8 * size % 32) - 1;
-    for (uint32_t k = 0; k < 4 / size; k++)
-        x[k] = kvpi_of_element(type, word >> 8 * size * k & mask);
+    else if (type == KVPRIM_F16)
+        kvpi_of_f16x2(x, word);
+    else if (type != KVPRIM_INT8)
+        kvpi_of_f8x4(type, x, word);
+    else
+        for (uint32_t k = 0; k < 4; k++)
+#ifdef __CUDA_ARCH__ /* 2^23 + 128 + the value, less 2^23 + 128 */
+            x[k] = kvpi_float_of(__byte_perm(word ^ 0x80808080, 0x4b000000, 0x7440 + k)) - 8388736.0f;
+#else
+            x[k] = kvpi_of_int8(word >> 8 * k & 0xff);
+#endif
 }
 
 /* The reverse, rounded to the nearest and saturated as >>format says. */
 template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float *x)
 {
     uint32_t word = 0;
-#ifdef KVPRIM_PTX_F8
-    if (type == KVPRIM_F8E4M3)
-        asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
-            "mov.b32 %0, {a, b};}"
-            : "=r"(word)
-            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
-    else if (type == KVPRIM_F8E5M2)
-        asm("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, %2, %1; cvt.rn.satfinite.e5m2x2.f32 b, %4, %3; "
-            "mov.b32 %0, {a, b};}"
-            : "=r"(word)
-            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    if (type == KVPRIM_F8E4M3 || type == KVPRIM_F8E5M2)
+        word = kvpi_to_f8x4(type, x);
     else
-#endif
-#ifdef KVPRIM_PTX_F16X2
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
         if (type == KVPRIM_F16)
         asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(x[0]), "f"(x[1]));
     else if (type == KVPRIM_BF16)
         asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(x[0]), "f"(x[1]));
     else
 #endif
-#ifdef KVPRIM_PTX_PACK
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 720
         if (type == KVPRIM_INT8) { /* NaN becomes 0, and -128 is no value */
         int32_t i[4];
         for (uint32_t k = 0; k < 4; k++)
@@ -1668,8 +1526,8 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float
             : "r"(i[0]), "r"(i[1]), "r"(i[2]), "r"(i[3]));
     } else
 #endif
-        for (uint32_t k = 0; k < 4 / kvpc_size(type); k++)
-            word |= kvpi_to_element(type, x[k]) << 8 * kvpc_size(type) * k;
+        for (uint32_t k = 0, n = kvpc_in_word(type); k < n; k++)
+            word |= kvpi_to_element(type, x[k]) << 32 / n * k;
     return word;
 }
 
@@ -1688,35 +1546,33 @@ template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_clear_nans(float *x)
     return nans;
 }
 
-/* n elements in consecutive words, which they fill. */
+/* n elements in consecutive words, which they fill; or one, the first of a word: then x has room for four. */
 template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_decode(float *x, const uint32_t *words)
 {
-    const uint32_t in_word = 4 / kvpc_size(type);
-    for (uint32_t w = 0; w < n / in_word; w++)
+    const uint32_t in_word = kvpc_in_word(type);
+    for (uint32_t w = 0; w < (n + in_word - 1) / in_word; w++)
         kvpc_decode_word<type>(x + w * in_word, words[w]);
 }
 
 template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t *words, const float *x)
 {
-    const uint32_t in_word = 4 / kvpc_size(type);
-    for (uint32_t w = 0; w < n / in_word; w++)
+    const uint32_t in_word = kvpc_in_word(type);
+    for (uint32_t w = 0; w < (n + in_word - 1) / in_word; w++)
         words[w] = kvpc_encode_word<type>(x + w * in_word);
 }
 
-/* The larger magnitudes of two words, element by element, with any signs; NaN does not count beside a number. */
+/* The larger magnitudes of two words of fp16 or bf16, element by element, with any signs; NaN does not count beside a
+   number. */
 template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_most(uint32_t a, uint32_t b)
 {
     uint32_t most = 0;
-#ifdef KVPRIM_PTX_XORSIGN
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
     if (type == KVPRIM_BF16)
         asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
     else if (type == KVPRIM_F16)
         asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
     else
 #endif
-        if (type == KVPRIM_F32)
-        most = kvpi_bits_of(kvpc_max_magnitude(kvpc_max_magnitude(0, kvpi_float_of(a)), kvpi_float_of(b)));
-    else
         for (uint32_t shift = 0; shift < 32; shift += 16) {
             const uint32_t infinity = type == KVPRIM_F16 ? 0x7c00 : 0x7f80;
             const uint32_t x = a >> shift & 0x7fff, y = b >> shift & 0x7fff;
@@ -1737,69 +1593,53 @@ template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_most_of(uint32_t most)
 
 /* >>impl_convert_rows ------------------------------------------------------------------------------------------------
 
-   Stores and gathers that convert plain rows (see kvpc_is_plain), where the indexed side is quantised. A unit is a
-   16-byte word of the side of fp32, fp16 or bf16: 4 or 8 elements, which take as many bytes on the quantised side. */
+   Stores and gathers that convert plain rows (see kvpc_is_plain), where the indexed side is quantised and the other one
+   fp16 or bf16. An octet is 8 elements: a word of 16 bytes there, 8 bytes on the quantised side. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* K, V, or a half of the units of K's rows. */
+/* K, V, or a half of the octets of K's rows. */
 typedef struct kvpc_route {
     uint64_t src, dst;
-    uint64_t scales; /* of the first unit's tile; 0: there are none, all are 1 */
+    uint64_t scales; /* of the first octet's tile; 0: there are none, all are 1 */
     uint32_t src_stride, dst_stride;
     uint32_t page, head;            /* see kvpc_steps */
     uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
     uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
-    uint32_t unit;                  /* the number of the first unit in the row */
-    uint32_t units;
-    uint32_t span; /* bytes of a row whose edges are fetched first, or 0 */
+    uint32_t octet;                 /* the number of the first octet in the row */
+    uint32_t octets;
+    uint32_t edges; /* bytes of a row whose edges are fetched first, or 0 */
 } kvpc_route;
 
 typedef struct kvpc_convert {
-    kvpc_plain plain; /* heads are counted in units; row_bytes, pair and step are not used */
+    kvpc_plain plain; /* heads are counted in octets; row_bytes, pair and step are not used */
     kvpc_route route[2];
-    uint32_t units;                  /* of the longest route */
-    uint32_t tile_magic, tile_shift; /* of kvpc_divisor: units of a tile; 0: it is the row */
-    uint32_t divides;                /* 0: elements are multiplied by their scale, or by its reciprocal */
-    uint32_t e5m2, e8m0;             /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
+    uint32_t octets;     /* of the longest route */
+    kvpc_divisor tile;   /* octets of a tile; 0: it is the row */
+    uint32_t divides;    /* 0: elements are multiplied by their scale, or by its reciprocal */
+    uint32_t e5m2, e8m0; /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
     uint32_t *nans;
 } kvpc_convert;
 
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, tile_lanes for each tile, and, where
    V's words are only copied, as many more as these. Other blocks move V if it has tiles, too. */
 typedef struct kvpc_convert_tiles : kvpc_convert {
-    uint32_t k_threads, v_magic, v_words;         /* v_magic: as row_magic */
-    uint32_t tile_units, tile_lanes, lanes_shift; /* tile_lanes is 1 << lanes_shift, up to 32 */
+    uint32_t k_threads, v_magic, v_words;          /* v_magic: as row_magic */
+    uint32_t tile_octets, tile_lanes, lanes_shift; /* tile_lanes is 1 << lanes_shift, up to 32 */
     uint32_t power_of_two;
-    uint32_t span, scale_span;     /* bytes of a row and of its scales whose edges are fetched first, or 0 */
+    uint32_t edges, scale_edges;   /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     float least, largest, inverse; /* `largest`: of the type; `inverse`: its reciprocal */
 } kvpc_convert_tiles;
 
-/* kvpc_find_row, of an index whose address is known. */
-KVPRIM_DEVICE kvpc_index kvpc_find_row_at(const kvpc_plain &p, uint64_t at)
+/* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
+KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, uint64_t at, uint32_t octet)
 {
-    kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
-    if (p.index_is_i64)
-        x.high = kvpc_load_i32(at + 4);
-    x.row = (uint32_t)x.low - p.base;
-    x.inside = x.row < p.rows && x.high == 0;
-    return x;
+    return kvpc_row_at(at, kvpc_divide(octet + s.octet, p.head), s.head);
 }
 
-KVPRIM_DEVICE uint32_t kvpc_page_of(const kvpc_plain &p, uint32_t row)
+/* The address of the scale of an octet's tile, in a row whose scales begin at `row`. */
+KVPRIM_DEVICE uint64_t kvpc_tile_at(const kvpc_convert &p, const kvpc_route &s, uint64_t row, uint32_t octet)
 {
-    return __umulhi(2 * row, p.page_magic) >> p.page_shift;
-}
-
-/* Bytes from a row's start to the head that a unit lies in, beyond what its number says. */
-KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, uint64_t at, uint32_t unit)
-{
-    return kvpc_row_at(at, __umulhi(2 * (unit + s.unit), p.head_magic) >> p.head_shift, s.head);
-}
-
-/* The address of the scale of a unit's tile, in a row whose scales begin at `row`. */
-KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_convert &p, const kvpc_route &s, uint64_t row, uint32_t unit)
-{
-    return kvpc_row_at(row, __umulhi(2 * (unit + s.unit), p.tile_magic) >> p.tile_shift, s.tile);
+    return kvpc_row_at(row, kvpc_divide(octet + s.octet, p.tile), s.tile);
 }
 
 KVPRIM_DEVICE float kvpc_load_scale(uint64_t address, bool e8m0)
@@ -1807,90 +1647,93 @@ KVPRIM_DEVICE float kvpc_load_scale(uint64_t address, bool e8m0)
     return e8m0 ? kvpi_of_e8m0(kvpc_load_u8(address)) : kvpc_load_f32(address);
 }
 
-/* Scales, rounds and stores units, each with a scale of its own or all with one: all steps of one unit beside those
-   of the others. If !p.divides, they are multiplied by their own scale, or by the reciprocal of the one. */
-template <kvprim_dtype from, bool int8, uint32_t units, bool own_scale>
-KVPRIM_DEVICE void kvpc_store_units(const kvpc_convert &p, const uint64_t *dst, const uint4 *v, const float *scale,
-                                    uint32_t power_of_two, const bool *stores)
+KVPRIM_DEVICE void kvpc_store_scale(uint64_t address, float scale, bool e8m0)
 {
-    const uint32_t n = 16 / kvpc_size(from);
-    const bool f32 = from == KVPRIM_F32;
+    if (e8m0)
+        *(uint8_t *)kvpc_global(address) = (uint8_t)kvpi_to_e8m0(scale);
+    else
+        *(float *)kvpc_global(address) = scale;
+}
+
+/* Scales, rounds and stores octets, each with a scale of its own or all with one: all steps of one octet beside those
+   of the others. If !p.divides, they are multiplied by their own scale, or by the reciprocal of the one. */
+template <kvprim_dtype from, bool int8, uint32_t octets, bool own_scale>
+KVPRIM_DEVICE void kvpc_store_octets(const kvpc_convert &p, const uint64_t *dst, const uint4 *v, const float *scale,
+                                     uint32_t power_of_two, const bool *stores)
+{
     uint32_t unusual = p.divides == 0;
-    float e[units][n];
-    uint32_t out[units][n / 4];
-    for (uint32_t m = 0; m < units; m++) {
+    float e[octets][8];
+    uint32_t out[octets][2];
+    for (uint32_t m = 0; m < octets; m++) {
         const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
-        kvpc_decode<from, n>(e[m], in);
+        kvpc_decode<from, 8>(e[m], in);
     }
-    for (uint32_t m = 0; m < (own_scale ? units : 1); m++)
+    for (uint32_t m = 0; m < (own_scale ? octets : 1); m++)
         unusual |= kvpc_is_unusual(scale[m]);
     if (KVPRIM_UNLIKELY(unusual != 0))
-        for (uint32_t m = 0; m < units; m++)
+        for (uint32_t m = 0; m < octets; m++)
             if (!p.divides) {
                 const float one = scale[own_scale ? m : 0];
                 const float times = own_scale      ? one
                                     : power_of_two ? kvpi_float_of(0x7f000000 - kvpi_bits_of(one))
                                                    : kvpc_reciprocal(one);
-                for (uint32_t k = 0; k < n; k++)
+                for (uint32_t k = 0; k < 8; k++)
                     e[m][k] = kvpc_mul(e[m][k], times);
             } else
-                kvpc_divide_by_any<n, f32>(e[m], scale[own_scale ? m : 0]);
+                kvpc_divide_by_any<8>(e[m], scale[own_scale ? m : 0]);
     else
-        for (uint32_t m = 0; m < units; m++)
-            kvpc_apply_reciprocal<n, f32>(e[m], kvpc_over(scale[own_scale ? m : 0], f32));
+        for (uint32_t m = 0; m < octets; m++)
+            kvpc_apply_reciprocal<8>(e[m], kvpc_over(scale[own_scale ? m : 0]));
     if (int8 && p.nans) {
         uint32_t nans = 0;
-        for (uint32_t m = 0; m < units; m++)
+        for (uint32_t m = 0; m < octets; m++)
             if (stores[m])
-                nans += kvpc_clear_nans<n>(e[m]);
+                nans += kvpc_clear_nans<8>(e[m]);
         if (nans)
             atomicAdd(p.nans, nans);
     }
     if (int8)
-        for (uint32_t m = 0; m < units; m++)
-            kvpc_encode<KVPRIM_INT8, n>(out[m], e[m]);
+        for (uint32_t m = 0; m < octets; m++)
+            kvpc_encode<KVPRIM_INT8, 8>(out[m], e[m]);
     else if (KVPRIM_UNLIKELY(p.e5m2 != 0))
-        for (uint32_t m = 0; m < units; m++)
-            kvpc_encode<KVPRIM_F8E5M2, n>(out[m], e[m]);
+        for (uint32_t m = 0; m < octets; m++)
+            kvpc_encode<KVPRIM_F8E5M2, 8>(out[m], e[m]);
     else
-        for (uint32_t m = 0; m < units; m++)
-            kvpc_encode<KVPRIM_F8E4M3, n>(out[m], e[m]);
-    for (uint32_t m = 0; m < units; m++)
-        if (stores[m] && n == 8)
-            kvpc_store8(dst[m], uint2{out[m][0], out[m][n / 4 - 1]});
-        else if (stores[m])
-            *(uint32_t *)kvpc_global(dst[m]) = out[m][0];
+        for (uint32_t m = 0; m < octets; m++)
+            kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], e[m]);
+    for (uint32_t m = 0; m < octets; m++)
+        if (stores[m])
+            kvpc_store8(dst[m], uint2{out[m][0], out[m][1]});
 }
 
-/* Stores rows whose scales are given, or none. Each thread moves a unit of each of `routes` routes. */
+/* Stores rows whose scales are given, or none. Each thread moves an octet of each of `routes` routes. */
 template <kvprim_dtype from, bool int8, uint32_t routes>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
-    const uint32_t n = 16 / kvpc_size(from);
     uint32_t i, at;
     if (p.plain.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    if (!kvpc_find_thread(p.plain, true, 1, &i, &at) || at >= 16 * p.units)
+    if (!kvpc_find_thread(p.plain, true, 1, &i, &at) || at >= 16 * p.octets)
         return;
-    const uint64_t index_at = kvpc_row_at(p.plain.index, i, p.plain.index_step);
+    const uint64_t index_at = kvpc_index_at(p.plain, i);
     uint64_t src[routes], scale_at[routes];
     kvpc_settle(index_at);
     for (uint32_t m = 0; m < routes; m++) {
         src[m] = kvpc_row_at(p.route[m].src + at, i, p.route[m].src_stride);
-        scale_at[m] = kvpc_scale_at(p, p.route[m], p.route[m].scales, at / 16);
+        scale_at[m] = kvpc_tile_at(p, p.route[m], p.route[m].scales, at / 16);
         kvpc_settle(src[m]), kvpc_settle(scale_at[m]);
     }
     if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
     if (p.plain.pdl == kvpc_trigger_late) /* after the loads it would be compiled to wait for them */
         kvpc_pdl_trigger();
-    const kvpc_index x = kvpc_find_row_at(p.plain, index_at);
+    const kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
     uint4 v[routes];
     float scale[routes];
     bool stores[routes];
     for (uint32_t m = 0; m < routes; m++) {
-        stores[m] = routes == 1 || at < 16 * p.route[m].units;
+        stores[m] = routes == 1 || at < 16 * p.route[m].octets;
         v[m] = uint4{0, 0, 0, 0};
         if (stores[m])
             v[m] = kvpc_load16(src[m]);
@@ -1900,79 +1743,76 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (p.route[m].scales && stores[m])
             scale[m] = kvpc_load_f32(scale_at[m]);
     }
-    const uint32_t page = kvpc_page_of(p.plain, x.row);
+    const uint32_t page = kvpc_divide(x.row, p.plain.page);
     uint64_t dst[routes];
     for (uint32_t m = 0; m < routes; m++) {
         const kvpc_route &s = p.route[m];
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
-        if (s.span && x.inside && at == 0)
-            kvpc_fetch_edges(row, s.span);
-        dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * n, at / 16);
+        if (s.edges && x.inside && at == 0)
+            kvpc_fetch_edges(row, s.edges);
+        dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * 8, at / 16);
         stores[m] = stores[m] && x.inside;
     }
-    kvpc_store_units<from, int8, routes, true>(p, dst, v, scale, 0, stores);
+    kvpc_store_octets<from, int8, routes, true>(p, dst, v, scale, 0, stores);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p.plain, x);
 }
 
-/* Gathers rows. Each thread moves a unit, and with `loads` 2 another one row_threads further, if there is one. */
-template <bool int8, kvprim_dtype to, uint32_t loads>
+/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one. */
+template <kvprim_dtype to, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
-    const uint32_t n = 16 / kvpc_size(to);
     const kvpc_route &s = p.route[0];
     uint32_t i, at;
     if (!kvpc_find_thread(p.plain, true, loads, &i, &at))
         return;
     const uint32_t first = at / 16, step = p.plain.row_threads;
-    const uint64_t index_at = kvpc_row_at(p.plain.index, i, p.plain.index_step);
+    const uint64_t index_at = kvpc_index_at(p.plain, i);
     kvpc_settle(index_at);
     if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
-    const kvpc_index x = kvpc_find_row_at(p.plain, index_at);
+    const kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
     float scale[loads];
     uint2 v[loads];
     for (uint32_t k = 0; k < loads; k++)
         scale[k] = 1;
     if (s.scales && !s.scale_row)
         for (uint32_t k = 0; k < loads; k++)
-            if (first + k * step < p.units)
-                scale[k] = kvpc_load_f32(kvpc_scale_at(p, s, s.scales, first + k * step));
-    const uint32_t page = kvpc_page_of(p.plain, x.row);
+            if (first + k * step < p.octets)
+                scale[k] = kvpc_load_f32(kvpc_tile_at(p, s, s.scales, first + k * step));
+    const uint32_t page = kvpc_divide(x.row, p.plain.page);
     const uint64_t src = kvpc_row_at(kvpc_row_at(s.src, x.row, s.src_stride), page, s.page);
     for (uint32_t k = 0; k < loads; k++) {
-        const uint32_t unit = first + k * step;
-        const uint64_t from = kvpc_head_at(p.plain, s, src + unit * n, unit);
+        const uint32_t octet = first + k * step;
+        const uint64_t from = kvpc_head_at(p.plain, s, src + 8 * octet, octet);
         v[k] = uint2{0, 0};
-        if (x.inside && unit < p.units && n == 8)
+        if (x.inside && octet < p.octets)
             v[k] = kvpc_load8(from);
-        else if (x.inside && unit < p.units)
-            v[k].x = (uint32_t)kvpc_load_i32(from);
     }
     if (s.scale_row && x.inside) {
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
         for (uint32_t k = 0; k < loads; k++)
-            if (first + k * step < p.units)
-                scale[k] = kvpc_load_scale(kvpc_scale_at(p, s, row, first + k * step), p.e8m0 != 0);
+            if (first + k * step < p.octets)
+                scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), p.e8m0 != 0);
     }
     if (p.plain.pdl != kvpc_alone && loads == 1)
         kvpc_pdl_trigger();
     const uint64_t dst = kvpc_row_at(s.dst + at, i, s.dst_stride);
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t in[2] = {v[k].x, v[k].y};
-        float e[n];
+        float e[8];
         uint32_t out[4];
         if (int8)
-            kvpc_decode<KVPRIM_INT8, n>(e, in);
+            kvpc_decode<KVPRIM_INT8, 8>(e, in);
         else if (p.e5m2)
-            kvpc_decode<KVPRIM_F8E5M2, n>(e, in);
+            kvpc_decode<KVPRIM_F8E5M2, 8>(e, in);
         else
-            kvpc_decode<KVPRIM_F8E4M3, n>(e, in);
-        for (uint32_t j = 0; j < n; j++)
+            kvpc_decode<KVPRIM_F8E4M3, 8>(e, in);
+        for (uint32_t j = 0; j < 8; j++)
             e[j] = kvpc_mul(e[j], x.inside ? scale[k] : 1);
-        kvpc_encode<to, n>(out, e);
-        if (first + k * step < p.units)
+        kvpc_encode<to, 8>(out, e);
+        if (first + k * step < p.octets)
             kvpc_store16(dst + 16 * k * step, uint4{out[0], out[1], out[2], out[3]});
     }
     if (p.plain.pdl != kvpc_alone && loads > 1)
@@ -1981,45 +1821,44 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_count_rejected(p.plain, x);
 }
 
-/* Stores rows, and the scales that it computes. Thread g of a tile takes its units g, g + tile_lanes, ... Threads of V
+/* Stores rows, and the scales that it computes. Thread g of a tile takes its octets g, g + tile_lanes, ... Threads of V
    that copy take a word each. No thread leaves before the shuffles, where all of a warp meet. */
 template <kvprim_dtype from, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
 {
-    const uint32_t n = 16 / kvpc_size(from);
     if (p.plain.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    const bool copies = threadIdx.x >= p.k_threads, exact = loads < 8; /* a tile is tile_lanes * loads units */
+    const bool copies = threadIdx.x >= p.k_threads, exact = loads < 8; /* a tile is tile_lanes * loads octets */
     const uint32_t thread = copies ? threadIdx.x - p.k_threads : threadIdx.x;
     const uint32_t in_group = thread * (copies ? p.v_magic : p.plain.row_magic) >> 16;
     const uint32_t lane = thread - in_group * (copies ? p.v_words : p.plain.row_threads);
     const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.plain.block_rows + in_group;
     const uint32_t tile = lane >> p.lanes_shift, in_tile = lane & (p.tile_lanes - 1);
-    const uint32_t first = copies ? lane : tile * p.tile_units + in_tile;
+    const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile;
     const bool any = i < p.plain.count && in_group < p.plain.block_rows;
     const kvpc_route &s = p.route[copies || blockIdx.x];
-    const uint64_t index_at = kvpc_row_at(p.plain.index, any ? i : 0, p.plain.index_step);
+    const uint64_t index_at = kvpc_index_at(p.plain, any ? i : 0);
     const uint64_t src = kvpc_row_at(s.src + 16 * first, i, s.src_stride);
     kvpc_settle(index_at), kvpc_settle(src);
     if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
     if (p.plain.pdl == kvpc_trigger_late)
         kvpc_pdl_trigger();
-    kvpc_index x = kvpc_find_row_at(p.plain, index_at);
+    kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
     x.inside = x.inside && any;
     uint4 v[loads];
     bool has[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        has[k] = any && (copies ? k == 0 : exact || in_tile + k * p.tile_lanes < p.tile_units);
+        has[k] = any && (copies ? k == 0 : exact || in_tile + k * p.tile_lanes < p.tile_octets);
         v[k] = uint4{0, 0, 0, 0};
         if (has[k])
             v[k] = kvpc_load16(src + 16 * k * p.tile_lanes);
     }
-    const uint32_t page = kvpc_page_of(p.plain, x.row);
+    const uint32_t page = kvpc_divide(x.row, p.plain.page);
     const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
     const uint64_t scales = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
-    const uint64_t dst = copies ? row + 16 * first : kvpc_head_at(p.plain, s, row + n * first, first);
+    const uint64_t dst = copies ? row + 16 * first : kvpc_head_at(p.plain, s, row + 8 * first, first);
     const uint64_t scale_at = kvpc_row_at(scales, tile, s.tile);
     kvpc_settle(dst), kvpc_settle(scale_at);
     uint32_t most = 0;
@@ -2032,46 +1871,27 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
             kvpc_store16(dst, v[0]);
         return;
     }
-    if (KVPRIM_UNLIKELY((p.span || p.scale_span) && x.inside && lane == 0)) {
-        if (p.span)
-            kvpc_fetch_edges(row, p.span);
-        if (p.scale_span)
-            kvpc_fetch_edges(scales, p.scale_span);
+    if (KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && lane == 0)) {
+        if (p.edges)
+            kvpc_fetch_edges(row, p.edges);
+        if (p.scale_edges)
+            kvpc_fetch_edges(scales, p.scale_edges);
     }
-    const float scale =
-        kvpc_tile_scale_by(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, p.power_of_two != 0);
+    const float scale = kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, p.power_of_two != 0);
     uint64_t to[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        to[k] = dst + n * k * p.tile_lanes;
+        to[k] = dst + 8 * k * p.tile_lanes;
         has[k] = has[k] && x.inside;
     }
-    kvpc_store_units<from, int8, loads, false>(p, to, v, &scale, p.power_of_two, has);
-    if (x.inside && in_tile == 0) {
-        if (p.e8m0)
-            *(uint8_t *)kvpc_global(scale_at) = (uint8_t)kvpi_to_e8m0(scale);
-        else
-            *(float *)kvpc_global(scale_at) = scale;
-    }
+    kvpc_store_octets<from, int8, loads, false>(p, to, v, &scale, p.power_of_two, has);
+    if (x.inside && in_tile == 0)
+        kvpc_store_scale(scale_at, scale, p.e8m0 != 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p.plain, x);
 }
 #endif
 
 /* >>impl_unpack_kernels -------------------------------------------------------------------------------------------- */
-
-enum {
-    kvpc_aligned_loads = 4,   /* 16-byte words of an aligned tile that a thread copies; otherwise kvpc_bytes_loads */
-    kvpc_small_fragments = 2, /* that a thread copies at once; with more, fewer threads fit a multiprocessor: slower */
-    kvpc_small_bytes = 512    /* of a small fragment, at most: a word for each thread of a warp */
-};
-
-/* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
-   keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads fit. */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
-enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
-#else
-enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
-#endif
 
 /* Bytes of parameters. Measured on an H200: up to 4,000 cost nothing, 8 KB 0.3 us a launch, 16 KB 0.7, 32 KB 1.8. */
 enum {
@@ -2085,6 +1905,22 @@ enum {
 #endif
 };
 
+#ifndef KVPRIM_NO_UNPACK
+
+enum {
+    kvpc_aligned_loads = 4,   /* 16-byte words of an aligned strip that a thread copies; otherwise kvpc_bytes_loads */
+    kvpc_small_fragments = 2, /* that a thread copies at once; with more, fewer threads fit a multiprocessor: slower */
+    kvpc_small_bytes = 512    /* of a small fragment, at most: a word for each thread of a warp */
+};
+
+/* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
+   keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads fit. */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
+#else
+enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
+#endif
+
 /* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n. If mask is 0,
    no numbers are stored and n is i. Otherwise n is what `mask` leaves of record i, from its byte `at` on, after a shift
    right by `shift`. */
@@ -2093,17 +1929,17 @@ typedef struct kvpc_numbers {
     uint32_t shift, at;
 } kvpc_numbers;
 
-/* What a launch copies. Fragments are cut into tiles, which are numbered from the first fragment to the last. */
+/* What a launch copies. Fragments are cut into strips, which are numbered from the first fragment to the last. */
 typedef struct kvpc_unpack {
     kvpc_numbers dst, src, bytes;
-    uint32_t count, tiles, last_bytes; /* last_bytes: of the last fragment */
-    uint32_t lanes_shift;              /* 1 << lanes_shift threads copy a tile, or a small fragment */
-    uint32_t record_bytes, apart;      /* of a fragment; apart: its three numbers do not fit one 64-bit window */
-    uint32_t each;                     /* tiles of a fragment, of which the last may be empty; 0: as many as it takes */
-    uint32_t first_tile;               /* if they differ, number first_tile + i of n32 is the first one of fragment i */
-    uint32_t table, table_shift;       /* ... and entry table + k the fragment of tile k << table_shift */
-    int32_t wait, trigger, wait_last;  /* programmatic dependent launch: wait first, let the next start, wait last */
-    int32_t goes_on;                   /* the next launch is of the same batch */
+    uint32_t count, strips, last_bytes; /* last_bytes: of the last fragment */
+    uint32_t lanes_shift;               /* 1 << lanes_shift threads copy a strip, or a small fragment */
+    uint32_t record_bytes, apart;       /* of a fragment; apart: its three numbers do not fit one 64-bit window */
+    uint32_t each;                    /* strips of a fragment, of which the last may be empty; 0: as many as it takes */
+    uint32_t first_strip;             /* if they differ, number first_strip + i of n32 is the first one of fragment i */
+    uint32_t table, table_shift;      /* ... and entry table + k the fragment of strip k << table_shift */
+    int32_t wait, trigger, wait_last; /* programmatic dependent launch: wait first, let the next start, wait last */
+    int32_t goes_on;                  /* the next launch is of the same batch */
 } kvpc_unpack;
 
 /* Records come first. They have as few bytes as hold their bits: parameters are what a batch of small fragments takes
@@ -2146,44 +1982,38 @@ template <class params> KVPRIM_DEVICE kvpc_piece kvpc_piece_of(const params &p, 
     return piece;
 }
 
-/* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
-template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t tile, uint32_t *part)
+/* Returns the fragment of a strip: the last one whose first strip is not past it. *part: which of its strips it is. */
+template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t strip, uint32_t *part)
 {
     const kvpc_unpack &h = p.head;
     if (h.each) {
-        const uint32_t i = h.each == 1 ? tile : tile / h.each;
-        *part = tile - i * h.each;
+        const uint32_t i = h.each == 1 ? strip : strip / h.each;
+        *part = strip - i * h.each;
         return i;
     }
-    const uint32_t near = h.table + (tile >> h.table_shift);
+    const uint32_t near = h.table + (strip >> h.table_shift);
     uint32_t i = p.n32[near], last = p.n32[near + 1];
     while (i < last) {
         const uint32_t middle = (i + last + 1) / 2;
-        if (p.n32[h.first_tile + middle] <= tile)
+        if (p.n32[h.first_strip + middle] <= strip)
             i = middle;
         else
             last = middle - 1;
     }
-    *part = tile - p.n32[h.first_tile + i];
+    *part = strip - p.n32[h.first_strip + i];
     return i;
 }
 
-/* A group of `step` threads copies a tile. Each thread copies 16-byte word `first` of the fragment in dst and those a
-   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing.
-   zeros: where src is NULL it loads nothing, and stores zeros. */
-template <bool aligned, bool zeros>
-KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
+/* A group of `step` threads copies a strip of aligned words. Each thread copies 16-byte word `first` of the fragment in
+   dst and those a multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing.
+   Where src is NULL it loads nothing, and stores zeros. */
+KVPRIM_DEVICE void kvpc_copy_strip(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
-    if (!aligned) {
-        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0 && (!zeros || src),
-                        bytes > 0, false);
-        return;
-    }
     const int32_t left = (int32_t)(bytes - 16 * first);
-    const bool reads = !zeros || src;
+    const bool reads = src;
     uint4 v[kvpc_aligned_loads];
     dst += 16 * first, src += 16 * first;
-    for (uint32_t k = 0; zeros && k < kvpc_aligned_loads; k++)
+    for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         v[k] = uint4{0, 0, 0, 0};
     for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         if (reads && (int32_t)(16 * step * k) < left)
@@ -2238,11 +2068,11 @@ KVPRIM_DEVICE bool kvpc_leaves_room(uint32_t half)
 }
 #endif
 
-/* Each group of 1 << lanes_shift threads copies a tile, or kvpc_small_fragments small fragments.
-   Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a tile, one of a small fragment.
-   If there are fewer groups than tiles, group g copies tiles g, g + groups, g + 2 * groups and so on.
+/* Each group of 1 << lanes_shift threads copies a strip, or kvpc_small_fragments small fragments.
+   Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a strip, one of a small fragment.
+   If there are fewer groups than strips, group g copies strips g, g + groups, g + 2 * groups and so on.
    If the launch overlaps the one before, it ends after that one: wait_last. */
-template <bool small, bool aligned, bool zeros, uint32_t bytes>
+template <bool small, bool aligned, uint32_t bytes>
 static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                          aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
     kvpc_unpack_kernel(const KVPRIM_GRID_CONSTANT kvpc_unpack_params<bytes> KVPRIM_IN_PLACE p)
@@ -2260,11 +2090,15 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
             kvpc_copy_small(p, i, groups);
     } else {
         const uint32_t loads = aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads;
-        for (uint32_t tile = blockIdx.x * groups + group; tile < h.tiles; tile += gridDim.x * groups) {
+        for (uint32_t strip = blockIdx.x * groups + group; strip < h.strips; strip += gridDim.x * groups) {
             uint32_t part;
-            const kvpc_piece c = kvpc_piece_of(p, kvpc_fragment_of(p, tile, &part));
+            const kvpc_piece c = kvpc_piece_of(p, kvpc_fragment_of(p, strip, &part));
             const uint32_t first = (part * loads << h.lanes_shift) + threadIdx.x % lanes;
-            kvpc_copy_tile<aligned, zeros>(c.dst, c.src, c.bytes, first, lanes);
+            if (aligned)
+                kvpc_copy_strip(c.dst, c.src, c.bytes, first, lanes);
+            else
+                kvpc_copy_words(c.dst, c.src, (int32_t)(c.dst % 16), (int32_t)c.bytes, first, lanes,
+                                c.bytes > 0 && c.src, c.bytes > 0, false);
         }
     }
     if (h.wait_last)
@@ -2290,12 +2124,12 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
     kvpc_store_words<loads, false, true>(dst, v, step, at, p.bytes);
 }
 
-/* ---- fragments that the GPU reads itself ----
+/* >>impl_meta_kernel -----------------------------------------------------------------------------------------------
 
-   Neither their number nor their sizes are known at the launch. 32 descriptors at a time, 512 contiguous bytes, are
-   dealt to ranges. The blocks that share a range read all its descriptors, each thread one, at the same time as the
-   count. Then they know all its tiles, and take them in turn. So a long fragment is copied by all blocks of its range,
-   and uneven ones make a range no longer than another if it has many. */
+   Fragments that the GPU reads itself. Neither their number nor their sizes are known at the launch. 32 descriptors at
+   a time, 512 contiguous bytes, are dealt to ranges. The blocks that share a range read all its descriptors, each
+   thread one, at the same time as the count. Then they know all its strips, and take them in turn. So a long fragment
+   is copied by all blocks of its range, and uneven ones make a range no longer than another if it has many. */
 
 enum {
     kvpc_meta_threads = 512,     /* of a block */
@@ -2306,13 +2140,13 @@ enum {
     kvpc_meta_link_each = 32,    /* ... and for how many, or how many bytes, there is a block */
     kvpc_meta_link_bytes = 512 << 10,
     kvpc_meta_link_least = 16, /* ... blocks, at least */
-    kvpc_meta_most = 1 << 20,  /* blocks; 32 bits number their warps and tiles */
+    kvpc_meta_most = 1 << 20,  /* blocks; 32 bits number their warps and strips */
     kvpc_meta_lanes = 8,       /* threads that copy a fragment if all of a range are small */
     kvpc_meta_numbered = 3     /* see kvpc_copy_range */
 };
 
 /* Blocks that must fit a multiprocessor. Two of 512 threads keep the kernel to 64 registers, which is faster with many
-   descriptors. With few it waits for loads one after the other then, and on other GPUs it would spill. */
+   descriptors; on other GPUs it would spill. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 enum { kvpc_meta_blocks = kvpc_meta_sm_threads / kvpc_meta_threads };
 #else
@@ -2332,7 +2166,7 @@ typedef struct kvpc_meta {
 typedef struct kvpc_range {
     uint4 meta[kvpc_meta_threads]; /* without bytes if there is nothing to copy */
     uint32_t sums[kvpc_meta_threads / 32];
-    uint32_t first[kvpc_meta_threads + 1]; /* number of a fragment's first tile: see kvpc_sum_tiles */
+    uint32_t first[kvpc_meta_threads + 1]; /* number of a fragment's first strip: see kvpc_sum_strips */
 } kvpc_range;
 
 /* Returns descriptor i, without bytes if there is none or if it reaches outside. */
@@ -2354,99 +2188,99 @@ KVPRIM_DEVICE uint4 kvpc_read_meta(const kvpc_meta &p, uint32_t i, uint64_t coun
 /* How a warp cuts a fragment. */
 typedef struct kvpc_placed {
     uint64_t dst, src;
-    uint32_t lead, tile; /* bytes of a tile; the first one has `lead` less */
+    uint32_t lead, strip; /* bytes of a strip; the first one has `lead` less */
 } kvpc_placed;
 
 KVPRIM_DEVICE kvpc_placed kvpc_place_of(const kvpc_meta &p, uint4 m)
 {
     kvpc_placed c = {p.dst + ((uint64_t)m.w << 32 | m.z), p.src + m.x, 0, 512 * kvpc_aligned_loads};
     if ((c.dst | c.src | m.y) % 16)
-        c.lead = (uint32_t)(c.dst % 16), c.tile = 512 * kvpc_bytes_loads;
+        c.lead = (uint32_t)(c.dst % 16), c.strip = 512 * kvpc_bytes_loads;
     return c;
 }
 
-/* Returns how many tiles a fragment makes; the sum of its lead and bytes may take 33 bits. */
-KVPRIM_DEVICE uint32_t kvpc_tiles_of(const kvpc_meta &p, uint4 m)
+/* Returns how many strips a fragment makes; the sum of its lead and bytes may take 33 bits. */
+KVPRIM_DEVICE uint32_t kvpc_strips_of(const kvpc_meta &p, uint4 m)
 {
     const uint32_t aligned = 512 * kvpc_aligned_loads, other = 512 * kvpc_bytes_loads;
     const kvpc_placed c = kvpc_place_of(p, m);
-    if (c.tile == aligned)
+    if (c.strip == aligned)
         return m.y / aligned + (m.y % aligned != 0);
     return m.y ? m.y / other + (m.y % other + c.lead + other - 1) / other : 0;
 }
 
-/* A group of `lanes` threads copies tile `part` of a fragment: a warp, or fewer threads all of a small one. */
+/* A group of `lanes` threads copies strip `part` of a fragment: a warp, or fewer threads all of a small one. */
 template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, uint4 m, uint32_t part)
 {
     const kvpc_placed c = kvpc_place_of(p, m);
-    const uint32_t at = part ? part * c.tile - c.lead : 0, most = part ? c.tile : c.tile - c.lead;
+    const uint32_t at = part ? part * c.strip - c.lead : 0, most = part ? c.strip : c.strip - c.lead;
     if (at >= m.y)
         return;
     const uint32_t bytes = m.y - at < most ? m.y - at : most, lane = threadIdx.x % lanes;
     const uint64_t dst = c.dst + at, src = c.src + at;
     if ((dst | src | bytes) % 16 == 0)
-        kvpc_copy_tile<true, false>(dst, src, bytes, lane, lanes);
+        kvpc_copy_strip(dst, src, bytes, lane, lanes);
     else
         kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, lane, lanes, true, true, false);
 }
 
-/* Whether kvpc_meta_lanes threads copy a fragment as one tile. */
+/* Whether kvpc_meta_lanes threads copy a fragment as one strip. */
 KVPRIM_DEVICE bool kvpc_is_small(const kvpc_meta &p, uint4 m)
 {
     const kvpc_placed c = kvpc_place_of(p, m);
-    return m.y <= c.tile / 32 * kvpc_meta_lanes - c.lead;
+    return m.y <= c.strip / 32 * kvpc_meta_lanes - c.lead;
 }
 
-/* Numbers the tiles of a range from its first fragment to its last. `tiles` are those of this thread's. */
-KVPRIM_DEVICE void kvpc_sum_tiles(kvpc_range *r, uint32_t tiles)
+/* Numbers the strips of a range from its first fragment to its last. `strips` are those of this thread's. */
+KVPRIM_DEVICE void kvpc_sum_strips(kvpc_range *r, uint32_t strips)
 {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (uint32_t distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = kvpc_shuffle_up(tiles, distance);
-        tiles += lane >= distance ? before : 0;
+        const uint32_t before = kvpc_shuffle_up(strips, distance);
+        strips += lane >= distance ? before : 0;
     }
     if (lane == 31)
-        r->sums[warp] = tiles;
+        r->sums[warp] = strips;
     __syncthreads();
     for (uint32_t w = 0; w < warp; w++)
-        tiles += r->sums[w];
-    r->first[threadIdx.x + 1] = tiles;
+        strips += r->sums[w];
+    r->first[threadIdx.x + 1] = strips;
     if (threadIdx.x == 0)
         r->first[0] = 0;
     __syncthreads();
 }
 
-/* Returns the fragment that a tile is part of. */
-KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t tile, uint32_t range_shift)
+/* Returns the fragment that a strip is part of. */
+KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t strip, uint32_t range_shift)
 {
     uint32_t i = 0;
     for (uint32_t step = 1u << range_shift >> 1; step; step /= 2)
-        i += r.first[i + step] <= tile ? step : 0;
+        i += r.first[i + step] <= strip ? step : 0;
     return i;
 }
 
-/* The warps of a range's `shares` blocks copy its tiles. If no fragment has many, tile t of fragment i is number
-   t * 2^range_shift + i, and none is searched for. (If warps are so many, or fragments so few, that a warp has one tile
-   or none, `many` is larger.) Otherwise only as many of each fragment as all warps copy at once, or one, are taken so;
+/* The warps of a range's `shares` blocks copy its strips. If no fragment has many, strip t of fragment i is number t *
+   2^range_shift + i, and none is searched for. (If warps are so many, or fragments so few, that a warp has one strip or
+   none, `many` is larger.) Otherwise only as many of each fragment as all warps copy at once, or one, are taken so;
    then the rest is numbered from the first fragment to the last. */
 KVPRIM_DEVICE void kvpc_copy_range(const kvpc_meta &p, kvpc_range *r, uint32_t share, uint32_t shares)
 {
-    const uint32_t own = kvpc_tiles_of(p, r->meta[threadIdx.x]), warps = shares * (blockDim.x / 32);
+    const uint32_t own = kvpc_strips_of(p, r->meta[threadIdx.x]), warps = shares * (blockDim.x / 32);
     const uint32_t even = warps >> p.range_shift, many = even + kvpc_meta_numbered;
     const bool one = !__syncthreads_or(own > 1), few = !__syncthreads_or(own > many);
     const uint32_t numbered = one ? 1 : few ? many : even > 1 ? even : 1;
-    uint32_t tiles = numbered << p.range_shift;
+    uint32_t strips = numbered << p.range_shift;
     KVPRIM_ROLLED
     for (bool search = false;; search = true) {
         KVPRIM_ROLLED
-        for (uint32_t tile = share * (blockDim.x / 32) + threadIdx.x / 32; tile < tiles; tile += warps) {
-            const uint32_t i = search ? kvpc_fragment_in(*r, tile, p.range_shift) : tile % (1u << p.range_shift);
-            kvpc_copy_part<32>(p, r->meta[i], search ? numbered + tile - r->first[i] : tile >> p.range_shift);
+        for (uint32_t strip = share * (blockDim.x / 32) + threadIdx.x / 32; strip < strips; strip += warps) {
+            const uint32_t i = search ? kvpc_fragment_in(*r, strip, p.range_shift) : strip % (1u << p.range_shift);
+            kvpc_copy_part<32>(p, r->meta[i], search ? numbered + strip - r->first[i] : strip >> p.range_shift);
         }
         if (few || search)
             return;
-        kvpc_sum_tiles(r, own > numbered ? own - numbered : 0);
-        tiles = r->first[1u << p.range_shift];
+        kvpc_sum_strips(r, own > numbered ? own - numbered : 0);
+        strips = r->first[1u << p.range_shift];
     }
 }
 
@@ -2461,8 +2295,7 @@ KVPRIM_DEVICE void kvpc_copy_small_range(const kvpc_meta &p, const kvpc_range &r
 /* The loads are plain: volatile ones of mapped memory take 10 to 30 times as long (H200).
    Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
    write while this runs. */
-template <uint32_t most_threads>
-static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta_threads ? kvpc_meta_blocks : 1)
+static __global__ void __launch_bounds__(kvpc_meta_threads, kvpc_meta_blocks)
     kvpc_meta_kernel(const KVPRIM_GRID_CONSTANT kvpc_meta KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_range r;
@@ -2486,6 +2319,8 @@ static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta
             __syncthreads(); /* before the next range overwrites this one */
     }
 }
+
+#endif
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
@@ -2671,28 +2506,21 @@ static bool kvpc_is_captured(const kvpc_call *call)
     return true;
 }
 
-/* Enqueues CUDA's own copy of rows, and returns whether it did. CUDA refuses ranges of several allocations, which
-   kernels take. */
+/* Enqueues CUDA's own copy of rows (without src one row of zeros), and returns whether it did. CUDA refuses ranges of
+   several allocations, which kernels take. */
 static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                            int64_t row_bytes, int64_t rows)
 {
     const cudaError_t error =
-        rows == 1 ? cudaMemcpyAsync(dst, src, (size_t)row_bytes, cudaMemcpyDefault, kvpc_stream(call))
-                  : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes, (size_t)rows,
-                                      cudaMemcpyDefault, kvpc_stream(call));
+        !src        ? cudaMemsetAsync(dst, 0, (size_t)row_bytes, kvpc_stream(call))
+        : rows == 1 ? cudaMemcpyAsync(dst, src, (size_t)row_bytes, cudaMemcpyDefault, kvpc_stream(call))
+                    : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes,
+                                        (size_t)rows, cudaMemcpyDefault, kvpc_stream(call));
     if (error != cudaSuccess)
         (void)cudaGetLastError(); /* the kernel that runs instead meets an error of earlier work again */
     return error == cudaSuccess;
 }
 
-/* The same for zeros. */
-static bool kvpc_set_zeros(const kvpc_call *call, void *dst, uint64_t bytes)
-{
-    const cudaError_t error = cudaMemsetAsync(dst, 0, (size_t)bytes, kvpc_stream(call));
-    if (error != cudaSuccess)
-        (void)cudaGetLastError(); /* see above */
-    return error == cudaSuccess;
-}
 #endif
 
 /* Checks the options of a launch, too. */
@@ -2957,86 +2785,64 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
     return parts;
 }
 
+/* The fit of rows of whole words that threads share as kvpc_shape_rows says. */
+static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uint32_t parts)
+{
+    const bool same = p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0];
+    const bool exact = same && parts == 1 && p->row_threads * loads * 16 == p->row_bytes[0];
+    return paged ? kvpc_paged : exact ? kvpc_exact : kvpc_words;
+}
+
 typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
 
-/* Dependent only up to kvpc_many_blocks: a GPU starts less than one dependent block per nanosecond, and so much work
-   gains nothing from an early start. With more rows than gridDim.y counts, gridDim.z counts them by kvpc_grid_rows. */
-static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, kvpc_fit fit, uint32_t parts,
-                                     kvpc_plain_kernel alone, kvpc_plain_kernel dependent)
+/* The kernels of plain rows: by tables that are stored (0: a gather), loads and fit. */
+#define KVPRIM_EACH_FIT(kernel, ...)                                                                                   \
+    {                                                                                                                  \
+        kernel<__VA_ARGS__, kvpc_exact>, kernel<__VA_ARGS__, kvpc_words>, kernel<__VA_ARGS__, kvpc_tails>,             \
+            kernel<__VA_ARGS__, kvpc_paged>                                                                            \
+    }
+static const kvpc_plain_kernel kvpc_plain_kernels[3][2][4] = {
+    {KVPRIM_EACH_FIT(kvpc_gather_kernel, 1), KVPRIM_EACH_FIT(kvpc_gather_kernel, 2)},
+    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 1), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 1)},
+    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 2), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 2)}};
+#undef KVPRIM_EACH_FIT
+
+/* One load per thread and table until there are enough threads to fill the GPU. Then two, of a gather: more in flight
+   gains nothing. Of a store only if all threads fit the GPU at once with two and not with one: that is 5 to 8 % faster.
+   Not in a dependent launch, which then spreads badly over the multiprocessors. */
+static uint32_t kvpc_loads_of(const kvpc_call *call, uint64_t bytes, uint32_t tables)
 {
+    if (tables == 0)
+        return bytes > kvpc_few_bytes ? 2 : 1;
+    const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
+    return !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
+}
+
+/* Rows of whole words, or with kvpc_tails. A launch is dependent only up to kvpc_many_blocks: a GPU starts less than
+   one dependent block per nanosecond, and so much work gains nothing from an early start. With more rows than gridDim.y
+   counts, gridDim.z counts them by kvpc_grid_rows. */
+static kvprim_status kvpc_start_words(const kvpc_call *call, kvpc_plain *p, uint32_t tables, bool paged, bool tails)
+{
+    const uint64_t bytes = (uint64_t)p->count * (p->row_bytes[0] + p->row_bytes[1]);
+    const uint32_t loads = kvpc_loads_of(call, bytes, tables), parts = kvpc_shape_rows(p, loads, tables ? tables : 1);
+    const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
     const uint32_t rows = kvpc_parts_of(p->count, p->block_rows);
     const uint32_t z = rows > UINT16_MAX ? kvpc_parts_of(rows, kvpc_grid_rows) : 1;
     const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
     kvpc_call started = *call;
     started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
-    return kvpc_start(&started, started.launch.pdl ? dependent : alone, blocks, p->block_rows * p->row_threads, *p);
-}
-
-/* The fit of rows of whole words that threads share as kvpc_shape_rows says. */
-static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uint32_t parts)
-{
-    const bool same = p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0];
-    const bool exact = same && p->row_threads * loads * parts * 16 == p->row_bytes[0];
-    return paged ? exact ? kvpc_paged : kvpc_paged_words : exact && parts == 1 ? kvpc_exact : kvpc_words;
-}
-
-template <uint32_t loads, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_gather_of(kvpc_fit fit)
-{
-    static const kvpc_plain_kernel kernels[] = {
-        kvpc_gather_kernel<loads, kvpc_exact, pdl>, kvpc_gather_kernel<loads, kvpc_words, pdl>,
-        kvpc_gather_kernel<loads, kvpc_tails, pdl>, kvpc_gather_kernel<loads, kvpc_paged, pdl>,
-        kvpc_gather_kernel<loads, kvpc_paged_words, pdl>};
-    return kernels[fit];
-}
-
-/* One load per thread until there are enough threads to fill the GPU, then two: more in flight gains nothing. */
-static kvprim_status kvpc_run_gather(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
-{
-    const uint32_t loads = (uint64_t)p->count * p->row_bytes[0] > kvpc_few_bytes ? 2 : 1;
-    const uint32_t parts = kvpc_shape_rows(p, loads, 1);
-    const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
-    if (loads == 1)
-        return kvpc_start_rows(call, p, fit, parts, kvpc_gather_of<1, kvpc_alone>(fit),
-                               kvpc_gather_of<1, kvpc_trigger_late>(fit));
-    return kvpc_start_rows(call, p, fit, parts, kvpc_gather_of<2, kvpc_alone>(fit),
-                           kvpc_gather_of<2, kvpc_trigger_late>(fit));
-}
-
-template <uint32_t loads, uint32_t tables, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_store_of(kvpc_fit fit)
-{
-    static const kvpc_plain_kernel kernels[] = {
-        kvpc_store_kernel<loads, tables, kvpc_exact, pdl>, kvpc_store_kernel<loads, tables, kvpc_words, pdl>,
-        kvpc_store_kernel<loads, tables, kvpc_tails, pdl>, kvpc_store_kernel<loads, tables, kvpc_paged, pdl>,
-        kvpc_store_kernel<loads, tables, kvpc_paged_words, pdl>};
-    return kernels[fit];
-}
-
-/* One load per thread and table. Two if all threads fit the GPU at once with two and not with one: that is 5 to 8 %
-   faster. Not in a dependent launch, which then spreads badly over the multiprocessors. */
-template <uint32_t tables>
-static kvprim_status kvpc_run_store(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
-{
-    const uint64_t bytes = (uint64_t)p->count * (p->row_bytes[0] + p->row_bytes[1]);
-    const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
-    const uint32_t loads = !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
-    const uint32_t parts = kvpc_shape_rows(p, loads, tables);
-    const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
-    return kvpc_start_rows(call, p, fit, parts,
-                           loads == 1 ? kvpc_store_of<1, tables, kvpc_alone>(fit)
-                                      : kvpc_store_of<2, tables, kvpc_alone>(fit),
-                           bytes <= kvpc_first_bytes ? kvpc_store_of<1, tables, kvpc_trigger_first>(fit)
-                                                     : kvpc_store_of<1, tables, kvpc_trigger_late>(fit));
+    p->late = started.launch.pdl && (tables == 0 || bytes > kvpc_first_bytes);
+    p->first = started.launch.pdl && !p->late;
+    return kvpc_start(&started, kvpc_plain_kernels[tables][loads - 1][fit], blocks, p->block_rows * p->row_threads, *p);
 }
 
 static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads, groups = kvpc_threads / kvpc_bytes_lanes;
     p->k_parts = kvpc_parts_of(p->row_bytes[0] + 15, part); /* a row may lie in one word more than it fills */
-    p->parts = p->k_parts + (p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0);
-    const kvpc_divisor parts = kvpc_divisor_of(p->parts);
-    p->parts_magic = parts.magic;
-    p->parts_shift = parts.shift;
-    return kvpc_start(call, kvpc_bytes_kernel, kvpc_parts_of(p->count * p->parts, groups), kvpc_threads, *p);
+    const uint32_t parts = p->k_parts + (p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0);
+    p->parts = kvpc_divisor_of(parts);
+    return kvpc_start(call, kvpc_bytes_kernel, kvpc_parts_of(p->count * parts, groups), kvpc_threads, *p);
 }
 
 /* One plain move, or K and V. `bits`: see kvpc_is_plain_side. */
@@ -3044,8 +2850,6 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
 {
     const kvprim_side *const indexed = moves->zero ? &moves->src : &moves->dst;
     const kvprim_table *const t = &indexed->table;
-    const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
-    const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0);
     kvpc_plain p = {};
     uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
     for (int k = 0; k < n; k++) {
@@ -3067,11 +2871,9 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     p.rows = (uint32_t)t->rows;
     p.base = (uint32_t)indexed->index_base;
     p.count = (uint32_t)moves->count;
-    p.page_magic = page.magic;
-    p.page_shift = page.shift;
-    p.head_magic = head.magic;
-    p.head_shift = head.shift;
-    p.pdl = call->launch.pdl != 0;
+    p.page = kvpc_divisor_of(t->page_rows);
+    p.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0);
+    p.pdl = call->launch.pdl ? kvpc_trigger_late : kvpc_alone;
     p.gather = moves->zero != 0;
     p.fetch = edges % kvpc_granule_bytes != 0;
     if (bits % 16 != 0)
@@ -3080,9 +2882,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
     const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
     const bool paged = kvpc_is_paged(indexed);
-    return p.gather ? kvpc_run_gather(call, &p, paged, tails && !paged)
-           : n == 1 ? kvpc_run_store<1>(call, &p, paged, tails && !paged)
-                    : kvpc_run_store<2>(call, &p, paged, tails && !paged);
+    return kvpc_start_words(call, &p, p.gather ? 0 : (uint32_t)n, paged, tails && !paged);
 }
 
 /* >>impl_convert_plan ---------------------------------------------------------------------------------------------- */
@@ -3091,32 +2891,9 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
 typedef void (*kvpc_plain_convert)(const kvpc_convert KVPRIM_IN_PLACE);
 typedef void (*kvpc_tiles_convert)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
 
-template <bool int8, uint32_t routes> static kvpc_plain_convert kvpc_convert_store_of(kvprim_dtype from)
-{
-    return from == KVPRIM_BF16  ? kvpc_convert_store_kernel<KVPRIM_BF16, int8, routes>
-           : from == KVPRIM_F16 ? kvpc_convert_store_kernel<KVPRIM_F16, int8, routes>
-                                : kvpc_convert_store_kernel<KVPRIM_F32, int8, routes>;
-}
-
-template <bool int8, uint32_t loads> static kvpc_plain_convert kvpc_convert_gather_of(kvprim_dtype to)
-{
-    return to == KVPRIM_BF16  ? kvpc_convert_gather_kernel<int8, KVPRIM_BF16, loads>
-           : to == KVPRIM_F16 ? kvpc_convert_gather_kernel<int8, KVPRIM_F16, loads>
-                              : kvpc_convert_gather_kernel<int8, KVPRIM_F32, loads>;
-}
-
-template <bool int8, uint32_t loads> static kvpc_tiles_convert kvpc_convert_tiles_of(kvprim_dtype from)
-{
-    return from == KVPRIM_BF16  ? kvpc_convert_tiles_kernel<KVPRIM_BF16, int8, loads>
-           : from == KVPRIM_F16 ? kvpc_convert_tiles_kernel<KVPRIM_F16, int8, loads>
-                                : kvpc_convert_tiles_kernel<KVPRIM_F32, int8, loads>;
-}
-
-/* Elements of a unit, whose side has this type. */
-static int64_t kvpc_unit_elements(kvprim_dtype type)
-{
-    return type == KVPRIM_F32 ? 4 : 8;
-}
+/* A kernel for each of these types, by the other side's. */
+#define KVPRIM_CONVERT_KERNEL(type, kernel, ...)                                                                       \
+    ((type) == KVPRIM_BF16 ? kernel<KVPRIM_BF16, __VA_ARGS__> : kernel<KVPRIM_F16, __VA_ARGS__>)
 
 /* Whether all places of a side's rows are multiples of `word`. */
 static bool kvpc_is_made_of(const kvprim_side *side, int64_t word)
@@ -3135,29 +2912,40 @@ static int64_t kvpc_scale_page_step(const kvprim_table *t, const kvprim_format *
     return f->scale_page_stride >= rows && f->scale_page_stride - rows <= UINT32_MAX ? f->scale_page_stride - rows : -1;
 }
 
+/* Octets of a tile that a thread takes to compute its scale: two if they are a power of two (with few bytes one),
+   otherwise up to eight. 0: no kernel does. INT8 has only the one for two, as engines' tiles are. */
+static uint32_t kvpc_octets_each(const kvprim_format *f, bool few)
+{
+    const int64_t octets = f->tile / 8;
+    const bool int8 = f->dtype == KVPRIM_INT8;
+    if (octets >= 2 && octets <= 64 && (octets & (octets - 1)) == 0)
+        return few && octets <= 32 && !int8 ? 1 : 2;
+    return octets <= 32 * 8 && !int8 ? 8 : 0;
+}
+
 /* Whether the kernels of plain rows can convert a move: a store to quantised rows, or a gather from them. */
 static bool kvpc_is_plain_conversion(const kvprim_move *m)
 {
-    const int64_t most_units = 32 * 8; /* of a tile that a warp computes the scale of */
     uint64_t bits = 0;
     if (m->count == 0 || !m->dst.format.dtype || !kvpc_is_plain(m, &bits))
         return false;
     const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
-    const kvprim_format &f = quantised->format, &g = other->format;
-    const int64_t n = kvpc_unit_elements(g.dtype);
-    if (!kvpi_is_quantised(f.dtype) || kvpi_is_quantised(g.dtype) || !kvpc_is_made_of(other, 16) ||
-        !kvpc_is_made_of(quantised, n))
-        return false;
-    const bool tiles = f.scale == KVPRIM_SCALE_TILE, heads = f.scale == KVPRIM_SCALE_HEAD;
-    if (tiles && !m->zero && (quantised->piece_bytes % f.tile != 0 || m->row_bytes > 16 * kvpc_most_threads))
-        return false;                        /* a tile lies in one head, and a row's threads fit a block */
-    if (tiles && f.scale_min > 8.507059e37f) /* 2^126, whose reciprocal is no normal number */
+    const kvprim_format &f = quantised->format;
+    const bool tiles = f.scale == KVPRIM_SCALE_TILE;
+    if (!kvpi_is_quantised(f.dtype) || (other->format.dtype != KVPRIM_BF16 && other->format.dtype != KVPRIM_F16) ||
+        !kvpc_is_made_of(other, 16) || !kvpc_is_made_of(quantised, 8))
         return false;
     if (!tiles && f.scale_dtype == KVPRIM_F8E8M0) /* scales that rows share are read as fp32 */
         return false;
-    return (!(tiles || heads) || (f.tile % n == 0 && f.scale_tile_stride <= UINT32_MAX)) &&
-           (!tiles || (f.scale_stride <= UINT32_MAX && kvpc_scale_page_step(&quantised->table, &f) >= 0 &&
-                       (m->zero || f.tile <= n * most_units)));
+    if ((tiles || f.scale == KVPRIM_SCALE_HEAD) && (f.tile % 8 != 0 || f.scale_tile_stride > UINT32_MAX))
+        return false;
+    if (tiles && (f.scale_stride > UINT32_MAX || kvpc_scale_page_step(&quantised->table, &f) < 0))
+        return false;
+    return !tiles || m->zero ||
+           (quantised->piece_bytes % f.tile == 0 &&   /* a tile lies in one head, */
+            m->row_bytes <= 16 * kvpc_most_threads && /* a row's threads fit a block, */
+            f.scale_min <= 8.507059e37f &&            /* 2^126: a scale's reciprocal is a normal number, */
+            kvpc_octets_each(&f, false) > 0);
 }
 
 /* Whether one launch takes both moves: the same slots, conversion and kind of scales; or V is copied beside tiles. */
@@ -3194,12 +2982,9 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
     s.dst_stride = (uint32_t)m->dst.table.stride;
     s.page = (uint32_t)kvpc_page_step(t);
     s.head = (uint32_t)kvpc_head_step(indexed);
-    s.units = (uint32_t)(other->piece_bytes * other->table.heads / 16);
-    if (t->page_rows > 0) {
-        const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
-        p->page_magic = page.magic;
-        p->page_shift = page.shift;
-    }
+    s.octets = (uint32_t)(other->piece_bytes * other->table.heads / 16);
+    if (t->page_rows > 0)
+        p->page = kvpc_divisor_of(t->page_rows);
     if (!indexed->format.dtype)
         return s;
     const kvprim_format &f = indexed->format;
@@ -3216,13 +3001,10 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
 /* Everything that K and V share, except how threads share the rows. */
 static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
 {
-    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
+    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
     const kvprim_table *const t = &indexed->table;
     const kvprim_format &f = indexed->format;
-    const int64_t n = kvpc_unit_elements(other->format.dtype);
     const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
-    const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / n : 0);
-    const kvpc_divisor tile = kvpc_divisor_of(tiles ? f.tile / n : 0);
     p->plain.index = (uintptr_t)indexed->index;
     p->plain.index_is_i64 = indexed->index_type == KVPRIM_I64;
     p->plain.index_step = (uint32_t)indexed->index_stride * (p->plain.index_is_i64 ? 8 : 4);
@@ -3230,17 +3012,15 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     p->plain.rows = (uint32_t)t->rows;
     p->plain.base = (uint32_t)indexed->index_base;
     p->plain.count = (uint32_t)m->count;
-    p->plain.head_magic = head.magic;
-    p->plain.head_shift = head.shift;
-    p->tile_magic = tile.magic;
-    p->tile_shift = tile.shift;
+    p->plain.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0);
+    p->tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0);
     p->divides = f.scale && !m->zero && !f.scale_inverse;
     p->e5m2 = f.dtype == KVPRIM_F8E5M2;
     p->e8m0 = f.scale_dtype == KVPRIM_F8E8M0;
     p->nans = m->zero ? NULL : f.nans;
 }
 
-/* Blocks of `parts` parts of each group of rows; as kvpc_start_rows. */
+/* Blocks of `parts` parts of each group of rows; as kvpc_start_words. */
 template <class params>
 static kvprim_status kvpc_start_convert(const kvpc_call *call, void (*kernel)(const params KVPRIM_IN_PLACE),
                                         uint32_t parts, uint32_t threads, uint64_t bytes, params *p)
@@ -3260,34 +3040,65 @@ static uint32_t kvpc_whole_warps(uint32_t threads)
     return (threads + 31) / 32 * 32;
 }
 
-/* Stores that compute scales. tables: 2 if V has tiles, too. Rows that do not fill whole sectors of memory are fetched
-   first, from kvpc_few_bytes on. */
-static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *moves, size_t n, kvpc_convert_tiles *p)
+/* Bytes from a row's first scale to the end of its last. */
+static uint32_t kvpc_scale_bytes(const kvprim_side *side)
 {
-    const kvprim_side *const dst = &moves->dst;
+    const kvprim_format &f = side->format;
+    const int64_t tiles = side->piece_bytes * side->table.heads / f.tile;
+    return (uint32_t)((tiles - 1) * f.scale_tile_stride + kvpi_dtype_bytes(f.scale_dtype));
+}
+
+/* Bytes of a row, and of its scales if they follow. */
+static uint32_t kvpc_row_bytes(const kvprim_side *side)
+{
+    const kvprim_format &f = side->format;
+    const int64_t row = side->piece_bytes * side->table.heads;
+    return (uint32_t)row + (!f.scales && f.scale_offset == row ? kvpc_scale_bytes(side) : 0);
+}
+
+/* Of many rows with tiles that do not fill whole granules, the edges are fetched first, and so are those of scales. */
+static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, const kvprim_move *v)
+{
     const kvprim_format &f = dst->format;
-    const kvprim_dtype from = moves->src.format.dtype;
-    const bool int8 = f.dtype == KVPRIM_INT8, copies = n == 2 && !moves[1].dst.format.dtype;
-    const uint32_t tables = n == 2 && !copies ? 2 : 1;
-    p->tile_units = (uint32_t)(f.tile / kvpc_unit_elements(from));
+    const uint32_t scales = kvpc_scale_bytes(dst), row = kvpc_row_bytes(dst);
+    const bool inside = !f.scales && f.scale_offset == dst->piece_bytes * dst->table.heads;
+    const bool whole = (dst->table.stride | f.scale_offset) % kvpc_granule_bytes == 0, tiles = v && v->dst.format.dtype;
+    const kvpc_route &a = p->route[0], &b = p->route[1];
+    const bool follows = v && !tiles && b.dst == a.dst + row && b.dst_stride == a.dst_stride && b.page == a.page;
+    if (tiles && (kvpc_scale_bytes(&v->dst) != scales || kvpc_row_bytes(&v->dst) != row))
+        return;
+    if (dst->table.heads == 1 && (!whole || inside))
+        p->edges = row + (follows ? (uint32_t)v->row_bytes : 0);
+    if (!inside)
+        p->scale_edges = scales;
+}
+
+/* Stores that compute scales; v may be NULL. tables: 2 if V has tiles, too. */
+static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k, const kvprim_move *v,
+                                    kvpc_convert_tiles *p)
+{
+    const kvprim_format &f = k->dst.format;
+    const kvprim_dtype from = k->src.format.dtype;
+    const bool int8 = f.dtype == KVPRIM_INT8, copies = v && !v->dst.format.dtype;
+    const uint32_t tables = v && !copies ? 2 : 1;
+    p->octets = p->route[0].octets; /* those of a V that is copied have no tiles */
+    p->tile_octets = (uint32_t)(f.tile / 8);
     p->power_of_two = f.scale_power_of_two || p->e8m0;
     if (p->power_of_two)
         p->divides = 0; /* multiplying by the power's reciprocal is the same */
     p->least = f.scale_min;
     p->largest = kvpi_largest(f.dtype);
     p->inverse = 1.0f / p->largest;
-    const uint64_t v_words = copies ? (uint64_t)moves[1].row_bytes / 16 : 0;
-    const uint64_t bytes = (uint64_t)p->plain.count * (p->units * tables + v_words) * 16;
-    const bool power = (p->tile_units & (p->tile_units - 1)) == 0, one = !int8 && from != KVPRIM_F32;
-    const uint32_t loads = !power || p->tile_units > 64 || p->tile_units < 2       ? 8
-                           : bytes <= kvpc_few_bytes && p->tile_units <= 32 && one ? 1
-                                                                                   : 2;
-    for (p->tile_lanes = 1; p->tile_lanes < 32 && p->tile_lanes * loads < p->tile_units; p->tile_lanes *= 2)
+    p->v_words = copies ? (uint32_t)(v->row_bytes / 16) : 0;
+    const uint64_t bytes = (uint64_t)p->plain.count * (p->octets * tables + p->v_words) * 16;
+    if (bytes > kvpc_few_bytes)
+        kvpc_set_tile_edges(p, &k->dst, v);
+    const uint32_t loads = kvpc_octets_each(&f, bytes <= kvpc_few_bytes);
+    for (p->tile_lanes = 1; p->tile_lanes < 32 && p->tile_lanes * loads < p->tile_octets; p->tile_lanes *= 2)
         p->lanes_shift++;
-    const uint32_t lanes = p->units / p->tile_units * p->tile_lanes; /* of a row */
+    const uint32_t lanes = p->octets / p->tile_octets * p->tile_lanes; /* of a row */
     const uint32_t block = copies ? kvpc_most_threads : kvpc_threads;
     uint32_t rows = 1;
-    p->v_words = (uint32_t)v_words;
     while (kvpc_whole_warps(2 * rows * lanes) + kvpc_whole_warps(2 * rows * p->v_words) <= block &&
            kvpc_parts_of(p->plain.count, 2 * rows) * tables >= kvpc_multiprocessors())
         rows *= 2;
@@ -3297,29 +3108,44 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *mo
     p->k_threads = kvpc_whole_warps(rows * lanes);
     if (copies)
         p->v_magic = (65536 + p->v_words - 1) / p->v_words;
-    const kvpc_tiles_convert kernel =
-        loads == 1   ? from == KVPRIM_F16 ? kvpc_convert_tiles_kernel<KVPRIM_F16, false, 1>
-                                          : kvpc_convert_tiles_kernel<KVPRIM_BF16, false, 1>
-          : loads == 2 ? int8 ? kvpc_convert_tiles_of<true, 2>(from) : kvpc_convert_tiles_of<false, 2>(from)
-          : int8 ? kvpc_convert_tiles_of<true, 8>(from)
-                     : kvpc_convert_tiles_of<false, 8>(from);
+    const kvpc_tiles_convert kernel = int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, true, 2)
+                                      : loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 1)
+                                      : loads == 2 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 2)
+                                                   : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 8);
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
-/* Bytes from a row's first scale to the end of its last. */
-static uint32_t kvpc_scale_span(const kvprim_side *side)
+/* Gathers, and stores whose scales are given. Many rows of K alone are moved as two halves, INT8 as K and nothing. */
+static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
-    const kvprim_format &f = side->format;
-    const int64_t tiles = side->piece_bytes * side->table.heads / f.tile;
-    return (uint32_t)((tiles - 1) * f.scale_tile_stride + kvpi_dtype_bytes(f.scale_dtype));
-}
-
-/* Bytes of a row, and of its scales if they follow. */
-static uint32_t kvpc_row_span(const kvprim_side *side)
-{
-    const kvprim_format &f = side->format;
-    const int64_t row = side->piece_bytes * side->table.heads;
-    return (uint32_t)row + (!f.scales && f.scale_offset == row ? kvpc_scale_span(side) : 0);
+    const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;
+    const kvprim_dtype other = (m->zero ? m->dst : m->src).format.dtype;
+    const uint64_t bytes = (uint64_t)p->plain.count * (p->route[0].octets + p->route[1].octets) * 16;
+    const bool many = bytes > kvpc_few_bytes, halves = !m->zero && alone && many && p->octets % 2 == 0;
+    const uint32_t routes = m->zero ? 1 : alone && !halves && !int8 ? 1 : 2, loads = m->zero && (many || int8) ? 2 : 1;
+    for (size_t k = 0; !m->zero && many && k < (alone ? 1 : 2); k++)
+        if (m->dst.table.heads == 1 && (p->route[k].dst_stride | 8 * p->route[k].octets) % kvpc_granule_bytes)
+            p->route[k].edges = 8 * p->route[k].octets;
+    if (halves) {
+        p->octets /= 2;
+        p->route[0].octets = p->octets;
+        p->route[1] = p->route[0];
+        p->route[1].edges = 0;
+        p->route[1].src += 16 * (uint64_t)p->octets;
+        p->route[1].dst += 8 * (uint64_t)p->octets;
+        p->route[1].octet = p->octets;
+    }
+    p->plain.row_bytes[0] = 16 * p->octets;
+    const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
+    const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
+    const kvpc_plain_convert kernel = m->zero ? int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, true, 2)
+                                                : loads == 1
+                                                    ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 1)
+                                                    : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 2)
+                                      : int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, true, 2)
+                                      : routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 1)
+                                                    : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 2);
+    return kvpc_start_convert(call, kernel, parts, threads, bytes, p);
 }
 
 /* Runs K, or K and V, if the kernels of plain rows can convert them; returns whether. */
@@ -3328,66 +3154,13 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     if (call->launch.max_sms != 0 || n > 2 || !kvpc_is_plain_conversion(&moves[0]) ||
         (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1])))
         return false;
-    const kvprim_move *const m = &moves[0];
-    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
-    const kvprim_format &f = indexed->format;
-    const kvprim_dtype other = (m->zero ? m->dst : m->src).format.dtype;
-    const bool int8 = f.dtype == KVPRIM_INT8;
-    kvpc_convert_tiles tiles = {};
-    kvpc_convert *const p = &tiles;
+    kvpc_convert_tiles p = {};
     for (size_t k = 0; k < n; k++)
-        p->route[k] = kvpc_route_of(&moves[k], &p->plain);
-    kvpc_set_convert(p, m);
-    p->units = p->route[0].units > p->route[1].units ? p->route[0].units : p->route[1].units;
-    const uint64_t bytes = (uint64_t)p->plain.count * (p->route[0].units + p->route[1].units) * 16;
-    const bool many = bytes > kvpc_few_bytes,
-               whole = (indexed->table.stride | f.scale_offset) % kvpc_granule_bytes == 0;
-    if (f.scale == KVPRIM_SCALE_TILE && !m->zero) {
-        const int64_t row = m->dst.piece_bytes * m->dst.table.heads;
-        const bool inside = !f.scales && f.scale_offset == row;
-        const uint32_t scales = kvpc_scale_span(&m->dst), span = kvpc_row_span(&m->dst);
-        const bool tiles_too = n == 2 && moves[1].dst.format.dtype;
-        const bool alike =
-            !tiles_too || (kvpc_scale_span(&moves[1].dst) == scales && kvpc_row_span(&moves[1].dst) == span);
-        const kvpc_route &k = p->route[0], &v = p->route[1];
-        const bool v_behind =
-            n == 2 && !tiles_too && v.dst == k.dst + span && v.dst_stride == k.dst_stride && v.page == k.page;
-        if (many && alike && m->dst.table.heads == 1 && (!whole || inside))
-            tiles.span = span + (v_behind ? (uint32_t)moves[1].row_bytes : 0);
-        if (many && alike && !inside)
-            tiles.scale_span = scales;
-        p->units = k.units; /* those of a V that is copied have no tiles */
-        *status = kvpc_run_tiles(call, moves, n, &tiles);
-        return true;
-    }
-    uint32_t routes = (uint32_t)n, loads = 1;
-    if (m->zero)
-        loads = many || int8 ? 2 : 1;
-    for (size_t k = 0; !m->zero && many && k < n; k++)
-        if (indexed->table.heads == 1 && (moves[k].dst.table.stride | moves[k].dst.piece_bytes) % kvpc_granule_bytes)
-            p->route[k].span = (uint32_t)moves[k].dst.piece_bytes;
-    if (!m->zero && n == 1 && many && p->units % 2 == 0) {
-        const uint32_t half = p->units / 2;
-        p->route[0].units = half;
-        p->route[1] = p->route[0];
-        p->route[1].span = 0;
-        p->route[1].src += 16 * (uint64_t)half;
-        p->route[1].dst += (uint64_t)half * (uint64_t)kvpc_unit_elements(other);
-        p->route[1].unit = half;
-        p->units = half;
-        routes = 2;
-    }
-    p->plain.row_bytes[0] = 16 * p->units;
-    const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
-    const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
-    const kvpc_plain_convert kernel =
-        m->zero       ? int8         ? kvpc_convert_gather_of<true, 2>(other)
-                        : loads == 1 ? kvpc_convert_gather_of<false, 1>(other)
-                                     : kvpc_convert_gather_of<false, 2>(other)
-              : int8 ? routes == 1 ? kvpc_convert_store_of<true, 1>(other) : kvpc_convert_store_of<true, 2>(other)
-              : routes == 1 ? kvpc_convert_store_of<false, 1>(other)
-                      : kvpc_convert_store_of<false, 2>(other);
-    *status = kvpc_start_convert(call, kernel, parts, threads, bytes, p);
+        p.route[k] = kvpc_route_of(&moves[k], &p.plain);
+    kvpc_set_convert(&p, &moves[0]);
+    p.octets = p.route[0].octets > p.route[1].octets ? p.route[0].octets : p.route[1].octets;
+    *status = moves->dst.format.scale == KVPRIM_SCALE_TILE ? kvpc_run_tiles(call, moves, n == 2 ? &moves[1] : NULL, &p)
+                                                           : kvpc_run_scaled(call, moves, n == 1, &p);
     return true;
 }
 #endif
@@ -3432,15 +3205,22 @@ static void kvpc_set_task(kvpc_task *t, const kvprim_move *m, uint64_t *bits)
     t->zero = m->zero != 0;
 }
 
-/* Cuts rows into chunks. `aligned`: nothing begins or ends inside 16 bytes; otherwise a part is that much longer. */
-template <uint32_t most_tasks> static void kvpc_cut(kvpc_batch<most_tasks> *p, uint32_t part_bytes, bool aligned)
+/* Into log2 of how many threads' share a unit is cut, by the largest unit of a launch. */
+static uint32_t kvpc_lanes_shift(const kvpc_call *call, uint64_t unit, bool aligned)
 {
-    p->part_bytes = aligned ? part_bytes : part_bytes + 16;
+    const bool few = call->launch.max_sms > 0;
+    const uint64_t eight = few ? call->link ? 1024 : 512 : 256, sixteen = few ? UINT64_MAX : 512; /* bytes, at most */
+    return unit <= 16 ? 0 : unit <= (aligned ? eight : 256) ? 3 : aligned && unit <= sixteen ? 4 : 5;
+}
+
+/* Cuts the units of all tasks into chunks of `loads` words a thread. */
+template <class params> static void kvpc_cut(params *p, kvpc_task *tasks, uint32_t n, uint32_t shift, uint32_t loads)
+{
+    p->lanes_shift = shift;
+    p->part_bytes = 16 * loads << shift;
     p->total = 0;
-    for (uint32_t k = 0; k < p->tasks; k++) {
-        kvpc_task *const t = &p->task[k];
-        const uint64_t touched = aligned ? t->unit_bytes : t->unit_bytes + 15;
-        t->parts = kvpc_divisor_of((int64_t)((touched + p->part_bytes - 1) / p->part_bytes));
+    for (kvpc_task *t = tasks; t != tasks + n; t++) {
+        t->parts = kvpc_divisor_of((int64_t)((t->unit_bytes + p->part_bytes - 1) / p->part_bytes));
         t->chunks = kvpc_divisor_of((int64_t)(t->units * t->parts.by));
         t->first_chunk = p->total;
         p->total += t->chunks.by * t->count.by * t->layers;
@@ -3469,75 +3249,39 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(con
     return kvpc_start(call, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p);
 }
 
-/* Rows that begin and end at multiples of 16 bytes. On few multiprocessors a thread loads 8 words before it stores, of
-   rows of 513 to 1,024 bytes only 4, which is faster except over the link; and 4 where several moves take registers. */
-template <uint32_t most_tasks>
-static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit)
+/* The call on as many multiprocessors as such units need over the link. */
+static kvpc_call kvpc_on_link(const kvpc_call *call, uint64_t unit, bool aligned)
 {
-    const uint32_t few_loads = most_tasks > 1 ? 4 : 8;
-    static void (*const kernels[2][3])(const kvpc_batch<most_tasks> KVPRIM_IN_PLACE) = {
-        {kvpc_move_kernel<8, 2, most_tasks>, kvpc_move_kernel<16, 2, most_tasks>, kvpc_move_kernel<32, 2, most_tasks>},
-        {kvpc_move_few_kernel<8, few_loads, most_tasks>, kvpc_move_few_kernel<16, few_loads, most_tasks>, NULL}};
-    const bool few = call->launch.max_sms > 0;
-    const uint32_t few_lanes = unit <= (call->link ? 1024 : 512) ? 8 : 16;
-    const uint32_t lanes = few ? few_lanes : unit <= 256 ? 8 : unit <= 512 ? 16 : 32;
-    const kvpc_call start = kvpc_with_sms(call, unit < 2048 ? kvpc_link_short_sms : kvpc_link_sms);
-    kvpc_cut(p, 16 * lanes * (few ? few_loads : 2), true);
-    return kvpc_start_groups(&start, kernels[few][lanes / 16], kvpc_few_sms_threads, lanes, p);
+    return kvpc_with_sms(call, !aligned || unit <= 16 ? kvpc_link_unaligned_sms
+                               : unit < 2048          ? kvpc_link_short_sms
+                                                      : kvpc_link_sms);
 }
 
-/* Any rows. large: more rows or chunks than the other kernels count. */
-template <uint32_t most_tasks>
-static kvprim_status kvpc_start_unaligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit, bool large)
-{
-    const uint32_t lanes = large || unit > 256 ? 32 : 8;
-    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
-    kvpc_cut(p, lanes == 8 ? 256 : 2048, false);
-    return kvpc_start_groups(&start,
-                             large        ? kvpc_move_bytes_kernel<32, uint64_t, most_tasks>
-                             : lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t, most_tasks>
-                                          : kvpc_move_bytes_kernel<32, uint32_t, most_tasks>,
-                             kvpc_unaligned_threads, lanes, p);
-}
-
-/* Whether kvpc_move_pieces_kernel can move a task's units. */
-template <uint32_t most_tasks> static bool kvpc_is_in_pieces(const kvpc_batch<most_tasks> *p, const kvpc_task *t)
-{
-    const kvpc_layout *const d = &t->dst, *const s = &t->src;
-    if (t->unit_bytes > 16 || (t->unit_bytes & (t->unit_bytes - 1)) != 0)
-        return false;
-    uint64_t bits = (uint64_t)(d->stride | d->page_step | d->head_step | s->stride | s->page_step | s->head_step);
-    for (uint64_t l = t->first_layer; l < t->first_layer + t->layers; l++)
-        bits |= p->layer[l].dst | p->layer[l].src;
-    return bits % t->unit_bytes == 0;
-}
-
-/* `bits`: see kvpc_layout_of; the layers' addresses count as well. */
+/* `bits`: see kvpc_layout_of; the layers' addresses count as well. On few multiprocessors a thread loads 8 words before
+   it stores, of rows of 513 to 1,024 bytes only 4, which is faster except over the link; and 4 where several moves take
+   registers. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t bits)
 {
-    const uint64_t most = (uint64_t)1 << 31;
-    uint64_t unit = 0, chunks = 0;
-    bool large = false, pieces = true;
+    typedef kvpc_batch<most_tasks> params;
+    const uint32_t few_loads = most_tasks > 1 ? kvpc_few_loads / 2 : kvpc_few_loads;
+    uint64_t unit = 0;
     for (uint32_t k = 0; k < p->tasks; k++) {
         const kvpc_task *const t = &p->task[k];
-        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1);
-        const uint64_t rows = t->count.by < most ? t->count.by * t->layers : most;
         unit = t->unit_bytes > unit ? t->unit_bytes : unit;
-        large |= t->dst_rows.rows > most || t->src_rows.rows > most || in_row >= most / rows;
-        chunks += large ? 0 : in_row * rows;
-        pieces = pieces && kvpc_is_in_pieces(p, t);
         for (uint64_t l = t->first_layer; l < t->first_layer + t->layers; l++)
             bits |= p->layer[l].dst | p->layer[l].src;
     }
-    large |= chunks >= most;
+    const bool aligned = bits % 16 == 0, few = call->launch.max_sms > 0;
+    const uint32_t shift = kvpc_lanes_shift(call, unit, aligned), lanes = 1u << shift;
+    const kvpc_call start = kvpc_on_link(call, unit, aligned);
     p->pdl = call->launch.pdl != 0;
-    if (pieces && !large) {
-        const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
-        kvpc_cut(p, 16, true);
-        return kvpc_start_groups(&start, kvpc_move_pieces_kernel<most_tasks>, kvpc_unaligned_threads, 1, p);
-    }
-    return large || bits % 16 != 0 ? kvpc_start_unaligned(call, p, unit, large) : kvpc_start_aligned(call, p, unit);
+    kvpc_cut(p, p->task, p->tasks, shift, !aligned ? kvpc_any_loads : few ? few_loads : kvpc_once_loads);
+    if (!aligned)
+        return kvpc_start_groups(&start, kvpc_move_any_kernel<uint32_t, params>, kvpc_unaligned_threads, lanes, p);
+    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<true, few_loads, params>, kvpc_few_sms_threads, lanes,
+                                   p)
+               : kvpc_start_groups(&start, kvpc_move_kernel<true, params>, kvpc_threads, lanes, p);
 }
 
 /* Where neither side has an index, rows that follow each other without a gap on both sides become one. */
@@ -3616,24 +3360,24 @@ template <uint32_t most_tasks>
 static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvprim_move *m, int32_t first,
                                uint64_t *bits)
 {
-    const uint32_t room = kvpc_batch<most_tasks>::most_layers - p->layers, left = (uint32_t)(m->layers - first);
+    const kvpc_task *const last = p->tasks ? &p->task[p->tasks - 1] : NULL;
+    const uint32_t used = last ? (uint32_t)last->first_layer + last->layers : 0;
+    const uint32_t room = kvpc_batch<most_tasks>::most_layers - used, left = (uint32_t)(m->layers - first);
     const uint32_t layers = left < room ? left : room;
     if (layers == 0 || (!alike && p->tasks == most_tasks))
         return 0;
     if (!alike) {
         kvpc_task *const task = &p->task[p->tasks++];
         kvpc_set_task(task, m, bits);
-        task->first_layer = p->layers;
+        task->first_layer = used;
         task->layers = 0;
         task->rejected = first == 0 ? m->rejected : NULL; /* counted in layer 0 */
     }
     p->task[p->tasks - 1].layers += layers;
-    kvpc_layer *const to = p->layer + p->layers;
     const kvprim_side dst = m->dst, src = m->src;
     for (uint32_t l = 0; l < layers; l++)
-        to[l] = kvpc_layer{(uintptr_t)kvprim_side_layer(&dst, first + (int32_t)l),
-                           (uintptr_t)kvprim_side_layer(&src, first + (int32_t)l)};
-    p->layers += layers;
+        p->layer[used + l] = kvpc_layer{(uintptr_t)kvprim_side_layer(&dst, first + (int32_t)l),
+                                        (uintptr_t)kvprim_side_layer(&src, first + (int32_t)l)};
     return (int32_t)layers;
 }
 
@@ -3704,93 +3448,89 @@ static kvpc_naming kvpc_list_rows(const kvprim_side *side, int64_t first, int64_
     return kvpc_naming{0, 0, (uint64_t)side->table.rows, 0, 0};
 }
 
-/* Cuts the units of a launch into chunks. */
-template <uint32_t bytes> static void kvpc_cut_listed(const kvpc_call *call, kvpc_listed<bytes> *p, bool aligned)
-{
-    kvpc_task *const t = &p->task;
-    const uint64_t unit = t->unit_bytes;
-    const bool few = call->launch.max_sms > 0;
-    const uint64_t eight = few ? call->link ? 1024 : 512 : 256, sixteen = few ? UINT64_MAX : 512; /* bytes, at most */
-    p->lanes_shift = unit <= 16 ? 0 : unit <= (aligned ? eight : 256) ? 3 : aligned && unit <= sixteen ? 4 : 5;
-    p->part_bytes = (few ? 16u * kvpc_listed_few_loads : 16u * kvpc_listed_loads) << p->lanes_shift;
-    t->parts = kvpc_divisor_of((int64_t)((unit + p->part_bytes - 1) / p->part_bytes));
-    t->chunks = kvpc_divisor_of((int64_t)(t->units * t->parts.by));
-    p->total = t->chunks.by * t->count.by * t->layers;
-}
-
 /* Rows and layers of a move in one launch. */
 typedef struct kvpc_slice {
     int32_t layer, layers;
     int64_t row, rows;
 } kvpc_slice;
 
-/* Fills in all parameters, and returns whether layers that the host knows, and the rest, are made of whole words. */
+/* Where the rows and layers of a launch lie; its task is zeros, or set by kvpc_set_task. */
 template <uint32_t bytes>
-static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
-                             kvpc_listed<bytes> *p)
+static void kvpc_fill_rows(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice, kvpc_listed<bytes> *p,
+                           uint64_t *bits)
 {
     kvpc_task *const t = &p->task;
-    uint64_t bits = 0;
     uint32_t used = kvpc_first_word;
     p->row_words = kvpc_row_words(m);
     p->pdl = call->launch.pdl != 0;
-    kvpc_set_task(t, m, &bits);
-    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, &bits);
-    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, &bits);
+    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, bits);
+    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, bits);
     t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
     t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
     t->count = kvpc_divisor_of(slice->rows);
-    t->first_chunk = t->first_layer = 0;
     t->layers = (uint32_t)slice->layers;
     t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
-    kvpc_cut_listed(call, p, bits % 16 == 0);
+}
+
+/* Fills in all parameters, and returns whether layers that the host knows, and the rest, are made of whole words. */
+template <uint32_t bytes>
+static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice, uint32_t loads,
+                             kvpc_listed<bytes> *p)
+{
+    uint64_t bits = 0;
+    kvpc_set_task(&p->task, m, &bits);
+    kvpc_fill_rows(call, m, slice, p, &bits);
+    p->task.first_layer = 0;
+    kvpc_cut(p, &p->task, 1, kvpc_lanes_shift(call, p->task.unit_bytes, bits % 16 == 0), loads);
     return bits % 16 == 0;
 }
 
 template <uint32_t bytes>
 static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
 {
-    kvpc_listed<bytes> p;
-    const bool aligned = kvpc_fill_listed(call, m, slice, &p);
-    const uint64_t unit = p.task.unit_bytes;
-    const kvpc_call start = kvpc_with_sms(call, !aligned || unit <= 16 ? kvpc_link_unaligned_sms
-                                                : unit < 2048          ? kvpc_link_short_sms
-                                                                       : kvpc_link_sms);
-    const uint32_t lanes = 1u << p.lanes_shift;
-    if (start.launch.max_sms == 0)
-        return kvpc_start_groups(&start, kvpc_listed_kernel<kvpc_listed<bytes>>, kvpc_threads, lanes, &p);
-    return kvpc_start_groups(&start, kvpc_listed_few_kernel<kvpc_listed<bytes>>, kvpc_few_sms_threads, lanes, &p);
+    typedef kvpc_listed<bytes> params;
+    params p;
+    const bool few = call->launch.max_sms > 0;
+    const bool aligned = kvpc_fill_listed(call, m, slice, few ? kvpc_few_loads : kvpc_once_loads, &p);
+    const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned);
+    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<false, kvpc_few_loads, params>, kvpc_few_sms_threads,
+                                   1u << p.lanes_shift, &p)
+               : kvpc_start_groups(&start, kvpc_move_kernel<false, params>, kvpc_threads, 1u << p.lanes_shift, &p);
 }
 
-/* For more rows or chunks than the other kernels can count in 31 bits. */
-static kvprim_status kvpc_start_many_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
+/* For more rows or chunks than 31 bits count. */
+static kvprim_status kvpc_start_wide(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
 {
     typedef kvpc_listed<kvpc_few_params> params;
     params p;
-    (void)kvpc_fill_listed(call, m, slice, &p);
-    return kvpc_start_groups(call, kvpc_listed_many_kernel<params>, kvpc_threads, 1u << p.lanes_shift, &p);
+    const bool aligned = kvpc_fill_listed(call, m, slice, kvpc_any_loads, &p);
+    const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned);
+    return kvpc_start_groups(&start, kvpc_move_any_kernel<uint64_t, params>, kvpc_unaligned_threads,
+                             1u << p.lanes_shift, &p);
 }
 
-/* Whether all numbers of a launch of so many rows fit 31 bits. A part has 32 bytes or more. */
-static bool kvpc_is_narrow(const kvprim_move *m, int64_t rows)
+/* Chunks of so many rows, or somewhat more: a part has 256 bytes or more, or is a unit. 2^31 if there are as many. */
+static uint64_t kvpc_most_chunks(const kvprim_move *m, int64_t rows)
 {
     const uint64_t most = (uint64_t)1 << 31, unit = (uint64_t)kvpc_gcd(m->dst.piece_bytes, m->src.piece_bytes);
-    const uint64_t in_row = (uint64_t)m->row_bytes / unit * (unit / 32 + 1);
-    return kvpc_row_words(m) == 1 && (uint64_t)m->row_bytes < most / 2 && (uint64_t)rows < most &&
-           in_row * (uint64_t)rows < most / (uint64_t)m->layers;
+    const uint64_t in_row = (uint64_t)m->row_bytes / unit * (unit / 256 + 1);
+    if ((uint64_t)rows >= most || in_row * (uint64_t)rows >= most / (uint64_t)m->layers)
+        return most;
+    return in_row * (uint64_t)rows * (uint64_t)m->layers;
 }
 
-/* As many rows and layers at a time as a launch's parameters hold. Layers take half of them if there are rows, too, and
-   only rows take more than kvpc_few_params. */
-static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m)
+/* Whether all numbers of a launch of so many rows fit 31 bits. */
+static bool kvpc_is_narrow(const kvprim_move *m, int64_t rows)
 {
-    const int64_t few_room = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
-    const int64_t more_room = kvpc_listed<kvpc_more_params>::room - kvpc_first_word;
+    return kvpc_row_words(m) == 1 && m->row_bytes < 1 << 30 && kvpc_most_chunks(m, rows) < (uint64_t)1 << 31;
+}
+
+/* Starts a move with as many rows and layers at a time as `room` words of a launch's parameters hold. Layers take half
+   of them if there are rows, too. */
+template <class Start> static kvprim_status kvpc_run_slices(const kvprim_move *m, int64_t room, const Start &start)
+{
     const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
     const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
-    const int64_t most_in = kvpc_listed<kvpc_most_params>::room / (of_row ? of_row : 1);
-    const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
-    const int64_t room = narrow && of_row ? kvpc_listed<kvpc_most_params>::room - kvpc_first_word : few_room;
     const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
     kvpc_slice s = {0, 0, 0, 0};
     for (; s.layer < m->layers; s.layer += s.layers) {
@@ -3798,15 +3538,28 @@ static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m
         const int64_t in_layers = of_layer * s.layers, most_rows = of_row ? (room - in_layers) / of_row : m->count;
         for (s.row = 0; s.row < m->count; s.row += s.rows) {
             s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
-            const int64_t words = in_layers + of_row * s.rows;
-            KVPRIM_TRY(!narrow              ? kvpc_start_many_listed(call, m, &s)
-                       : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, &s)
-                       : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, &s)
-                       : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, &s)
-                                            : kvpc_start_listed<kvpc_most_params>(call, m, &s));
+            KVPRIM_TRY(start(&s, in_layers + of_row * s.rows));
         }
     }
     return KVPRIM_OK;
+}
+
+/* Only rows take more than kvpc_few_params. */
+static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m)
+{
+    const int64_t few_room = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
+    const int64_t more_room = kvpc_listed<kvpc_more_params>::room - kvpc_first_word;
+    const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
+    const int64_t most_in = kvpc_listed<kvpc_most_params>::room / (of_row ? of_row : 1);
+    const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
+    const int64_t room = narrow && of_row ? kvpc_listed<kvpc_most_params>::room - kvpc_first_word : few_room;
+    return kvpc_run_slices(m, room, [&](const kvpc_slice *s, int64_t words) {
+        return !narrow              ? kvpc_start_wide(call, m, s)
+               : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, s)
+               : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, s)
+               : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, s)
+                                    : kvpc_start_listed<kvpc_most_params>(call, m, s);
+    });
 }
 
 /* As many moves and layers at a time as a launch's parameters hold. */
@@ -3818,19 +3571,22 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
         kvpc_batch<most_tasks> p;
         kvprim_move joined;
         const kvprim_move *before = NULL;
-        uint64_t bits = 0;
-        p.tasks = p.layers = 0;
+        uint64_t bits = 0, chunks = 0;
+        p.tasks = 0;
         for (; k < n; k++, first = 0) {
             if (moves[k].count == 0)
                 continue;
             joined = moves[k];
             kvpc_join_rows(&joined);
-            if (kvpc_is_listed(&joined)) {
+            if (!kvpc_is_listed(&joined) && first == 0 && kvpc_copy_layers(call, &joined))
+                continue;
+            if (kvpc_is_listed(&joined) || !kvpc_is_narrow(&joined, joined.count)) {
                 KVPRIM_TRY(kvpc_run_listed(call, &joined));
                 continue;
             }
-            if (first == 0 && kvpc_copy_layers(call, &joined))
-                continue;
+            chunks += kvpc_most_chunks(&joined, joined.count);
+            if (p.tasks && chunks >= (uint64_t)1 << 31)
+                break;
             first += kvpc_add_layers(&p, before && kvpc_is_alike(before, &moves[k]), &joined, first, &bits);
             if (first < joined.layers)
                 break;
@@ -3985,7 +3741,7 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
    Moves that convert, where the kernels of plain rows do not take them: layers, indices on both sides or of the host,
    64-bit sizes, tiles of any size, elements of any alignment, few multiprocessors. The types are chosen inside the
    kernel. A span is what a group of threads converts at once: a tile whose scale is computed, otherwise a part of a
-   row. Its elements go in groups of eight, or one by one where eight are not aligned or have no scale in common. */
+   row. Its elements go in octets, or one by one where eight are not aligned or have no scale in common. */
 #ifndef KVPRIM_NO_CONVERT
 
 /* What is done with a number: nothing, or with its scale, its scale's inverse, a division. */
@@ -3999,29 +3755,25 @@ typedef struct kvpc_change {
     uint32_t scaling;            /* kvpc_multiplied ... */
     uint32_t quantises, computes, several; /* several: a span may have more than one scale, which it reads */
     uint32_t is_e8m0, power_of_two;
-    float scale_min;
-    uint64_t scales, scales_step; /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
+    float least, largest, inverse; /* as in kvpc_convert_tiles */
+    uint64_t scales, scales_step;  /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
     int64_t offset;
     kvpc_layout scale;             /* `head` divides by the elements of a tile, and head_step leads to the next scale */
     uint64_t elements, span, tile; /* of a row, a span, a tile whose scale is computed */
-    uint64_t step;                 /* elements of a round of kvpc_convert_groups; 0: kvpc_convert_any takes all */
+    uint64_t step;                 /* elements of a round of kvpc_convert_octets; 0: kvpc_convert_any takes all */
     uint32_t *nans;
 } kvpc_change;
 
 enum {
-    kvpc_change_bytes = 256,
-    kvpc_few_change = kvpc_few_params - kvpc_change_bytes, /* bytes of kvpc_listed */
-    kvpc_most_change = kvpc_most_params - kvpc_change_bytes,
     kvpc_convert_threads = 1024,
     kvpc_convert_wide_threads = 512, /* with numbers of 64 bits, which take more registers */
     kvpc_convert_rounds = 4          /* of a group of threads, at most. 2 take 1.3 times as long, 8 as long (H200) */
 };
 
-static_assert(sizeof(kvpc_change) <= kvpc_change_bytes, "no room");
-
-template <uint32_t bytes> struct kvpc_conversion : kvpc_listed<bytes> {
+typedef kvpc_listed<kvpc_few_params - sizeof(kvpc_change)> kvpc_converted_rows;
+typedef struct kvpc_conversion : kvpc_converted_rows {
     kvpc_change how;
-};
+} kvpc_conversion;
 
 /* The span of a row that a group of threads converts, as kvpc_find_span knows it before the index of dst has come, and
    then kvpc_finish_span. */
@@ -4030,7 +3782,7 @@ template <class number> struct kvpc_stretch {
     uint64_t scales;     /* of the row; of dst's tiles: at first, of the layer */
     int64_t to;          /* the index of dst */
     number begin, end;   /* elements */
-    bool zero, wide;     /* zero: src has no such row. wide: groups of eight are aligned */
+    bool zero, wide;     /* zero: src has no such row. wide: octets are aligned */
     bool counted, moves; /* counted: in `rejected`. moves: at first, whether the span may be counted */
 };
 
@@ -4076,80 +3828,23 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_store_elements(uint64_t address, c
         kvpc_store16(address + 16, uint4{w[4], w[5], w[6], w[7]});
 }
 
-/* The numbers that elements stand for. One element is the first of a word; then, too, x has room for 4. */
-template <uint32_t n, kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_as(const uint32_t *w, float *x)
-{
-    if (n == 1)
-        kvpc_decode_word<type>(x, w[0]);
-    else
-        kvpc_decode<type, 8>(x, w);
-}
-
-template <uint32_t n> KVPRIM_DEVICE void kvpc_decode_any(uint32_t type, const uint32_t *w, float *x)
-{
-    if (type == KVPRIM_BF16)
-        kvpc_decode_as<n, KVPRIM_BF16>(w, x);
-    else if (type == KVPRIM_F16)
-        kvpc_decode_as<n, KVPRIM_F16>(w, x);
-    else if (type == KVPRIM_F32)
-        kvpc_decode_as<n, KVPRIM_F32>(w, x);
-    else if (type == KVPRIM_F8E4M3)
-        kvpc_decode_as<n, KVPRIM_F8E4M3>(w, x);
-    else if (type == KVPRIM_F8E5M2)
-        kvpc_decode_as<n, KVPRIM_F8E5M2>(w, x);
-    else
-        kvpc_decode_as<n, KVPRIM_INT8>(w, x);
-}
-
-template <uint32_t n, kvprim_dtype type> KVPRIM_DEVICE void kvpc_encode_as(uint32_t *w, const float *x)
-{
-    if (n == 1)
-        w[0] = kvpc_encode_word<type>(x);
-    else
-        kvpc_encode<type, 8>(w, x);
-}
-
-/* Returns how many NaNs INT8 has lost. */
-template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_encode_any(uint32_t type, uint32_t *w, float *x)
-{
-    uint32_t nans = 0;
-    if (type == KVPRIM_F8E4M3)
-        kvpc_encode_as<n, KVPRIM_F8E4M3>(w, x);
-    else if (type == KVPRIM_F8E5M2)
-        kvpc_encode_as<n, KVPRIM_F8E5M2>(w, x);
-    else if (type == KVPRIM_BF16)
-        kvpc_encode_as<n, KVPRIM_BF16>(w, x);
-    else if (type == KVPRIM_F16)
-        kvpc_encode_as<n, KVPRIM_F16>(w, x);
-    else if (type == KVPRIM_F32)
-        kvpc_encode_as<n, KVPRIM_F32>(w, x);
-    else {
-        nans = kvpc_clear_nans<n>(x);
-        kvpc_encode_as<n, KVPRIM_INT8>(w, x);
-    }
-    return nans;
-}
-
-/* The largest of the values of a group of threads, which call it together. */
-KVPRIM_DEVICE float kvpc_group_largest(float value, uint32_t lanes)
-{
-    for (uint32_t distance = lanes / 2; distance; distance /= 2)
-        value = kvpc_max_magnitude(value, kvpi_float_of(kvpc_group_xor(kvpi_bits_of(value), distance, lanes)));
-    return value;
-}
+/* kvpc_decode or kvpc_encode of n elements of a type. */
+#define KVPRIM_BY_TYPE(type, function, n, to, from)                                                                    \
+    ((type) == KVPRIM_BF16     ? function<KVPRIM_BF16, n>(to, from)                                                    \
+     : (type) == KVPRIM_F16    ? function<KVPRIM_F16, n>(to, from)                                                     \
+     : (type) == KVPRIM_F32    ? function<KVPRIM_F32, n>(to, from)                                                     \
+     : (type) == KVPRIM_F8E4M3 ? function<KVPRIM_F8E4M3, n>(to, from)                                                  \
+     : (type) == KVPRIM_F8E5M2 ? function<KVPRIM_F8E5M2, n>(to, from)                                                  \
+                               : function<KVPRIM_INT8, n>(to, from))
 
 /* What a scale does to numbers. */
 KVPRIM_DEVICE kvpc_factor kvpc_factor_of(const kvpc_change &how, float scale)
 {
-    if (how.scaling == kvpc_divided)
-        return kvpc_over(scale, how.src_type == KVPRIM_F32);
-    return kvpc_times(how.scaling == kvpc_inverted ? kvpc_reciprocal(scale) : scale);
-}
-
-KVPRIM_DEVICE float kvpc_load_scale(const kvpc_change &how, uint64_t address)
-{
-    const char *const at = kvpc_global(address);
-    return how.is_e8m0 ? kvpi_of_e8m0(*(const uint8_t *)at) : *(const float *)at;
+    if (how.scaling != kvpc_divided)
+        return kvpc_times(how.scaling == kvpc_inverted ? kvpc_reciprocal(scale) : scale);
+    kvpc_factor f = kvpc_over(scale);
+    f.exactly = how.src_type == KVPRIM_F32 || kvpc_is_unusual(scale);
+    return f;
 }
 
 /* Where element e of a row lies. */
@@ -4167,46 +3862,39 @@ KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_change &how, const kvpc_stretch<
     return s.scales + kvpc_divide(e, how.scale.head) * (uint64_t)how.scale.head_step;
 }
 
-/* The scale of a tile, from its largest magnitude. */
-KVPRIM_DEVICE float kvpc_scale_for(const kvpc_change &how, float largest)
-{
-    const bool power = how.power_of_two != 0;
-    return how.dst_type == KVPRIM_F8E4M3   ? kvpc_tile_scale<KVPRIM_F8E4M3>(largest, how.scale_min, power)
-           : how.dst_type == KVPRIM_F8E5M2 ? kvpc_tile_scale<KVPRIM_F8E5M2>(largest, how.scale_min, power)
-                                           : kvpc_tile_scale<KVPRIM_INT8>(largest, how.scale_min, power);
-}
-
-KVPRIM_DEVICE void kvpc_store_scale(const kvpc_change &how, uint64_t address, float scale)
-{
-    if (how.is_e8m0)
-        *(uint8_t *)kvpc_global(address) = (uint8_t)kvpi_to_e8m0(scale);
-    else
-        *(float *)kvpc_global(address) = scale;
-}
-
-/* Scales, encodes and stores numbers of which each thread has n. Returns how many NaNs were lost. */
-template <uint32_t n, class params, class number>
-KVPRIM_DEVICE uint32_t kvpc_store_numbers(const params &p, const kvpc_stretch<number> &s, number e, float *x,
-                                          const kvpc_factor &factor)
+/* Scales, encodes and stores the numbers of elements e to e + n - 1. Returns how many NaNs were lost. */
+template <uint32_t n, class number>
+KVPRIM_DEVICE uint32_t kvpc_store_scaled(const kvpc_conversion &p, const kvpc_stretch<number> &s, number e, float *x,
+                                         const kvpc_factor &factor)
 {
     const kvpc_change &how = p.how;
     uint32_t w[n] = {};
-    if (how.scaling != kvpc_unscaled && !s.zero) {
-        if (how.src_type == KVPRIM_F32)
-            kvpc_apply<n, true>(x, factor);
-        else
-            kvpc_apply<n, false>(x, factor);
-    }
-    const uint32_t nans = kvpc_encode_any<n>(how.dst_type, w, x);
+    kvpc_apply<n>(x, factor);
+    const uint32_t nans = how.dst_type == KVPRIM_INT8 ? kvpc_clear_nans<n>(x) : 0;
+    KVPRIM_BY_TYPE(how.dst_type, kvpc_encode, n, w, x);
     kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
     return nans;
 }
 
-/* 32 bytes of a thread's elements: one group of eight, or 2 or 4 of smaller elements. Group g begins at element
-   e + g * step. Those that are not there are zeros. */
-template <class params, class number>
-KVPRIM_DEVICE void kvpc_load_groups(const params &p, const kvpc_stretch<number> &s, number e, number step, bool busy,
-                                    uint32_t *w)
+/* Computes and stores the scale of the tile that begins at element e, from the largest magnitudes that the threads of a
+   group have found. They call it together. */
+template <class number>
+KVPRIM_DEVICE kvpc_factor kvpc_compute_scale(const kvpc_change &how, const kvpc_stretch<number> &s, number e,
+                                             float largest, uint32_t lane, uint32_t lanes)
+{
+    for (uint32_t distance = lanes / 2; distance; distance /= 2)
+        largest = kvpc_max_magnitude(largest, kvpi_float_of(kvpc_group_xor(kvpi_bits_of(largest), distance, lanes)));
+    const float scale = kvpc_tile_scale(largest, how.largest, how.inverse, how.least, how.power_of_two != 0);
+    if (lane == 0)
+        kvpc_store_scale(kvpc_scale_at(how, s, e), scale, how.is_e8m0 != 0);
+    return kvpc_factor_of(how, scale);
+}
+
+/* 32 bytes of a thread's elements: an octet, or 2 or 4 of smaller elements. Octet g begins at element e + g * step.
+   Those that are not there are zeros. */
+template <class number>
+KVPRIM_DEVICE void kvpc_load_octets(const kvpc_conversion &p, const kvpc_stretch<number> &s, number e, number step,
+                                    bool busy, uint32_t *w)
 {
     const uint32_t shift = p.how.src_shift;
     const kvpc_layout &side = p.task.src;
@@ -4227,63 +3915,47 @@ KVPRIM_DEVICE void kvpc_load_groups(const params &p, const kvpc_stretch<number> 
 }
 
 /* Span `work` of all, with the index rule. All loads come first, and no wait between them. */
-template <class params, class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work)
+template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const kvpc_conversion &p, number work)
 {
     const kvpc_task &t = p.task;
     const kvpc_change &how = p.how;
     kvpc_stretch<number> s;
-    const number layer_row = kvpc_divide(work, t.chunks), in_row = work - layer_row * (number)t.chunks.by;
-    const number layer = kvpc_divide(layer_row, t.count), i = layer_row - layer * (number)t.count.by;
-    uint64_t dst_base = 0, src_base = 0;
-    int64_t to, from;
-    if (p.dst.array)
-        dst_base = (uint64_t)kvpc_load_i64(p.dst.array + 8 * (uint64_t)layer);
-    if (p.src.array)
-        src_base = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)layer);
-    kvpc_load_indices(t, i, &to, &from);
-    if (!params::bare && p.dst.list)
-        to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
-    if (!params::bare && p.src.list)
-        from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
-    if (!p.dst.array)
-        dst_base = kvpc_layer_in(p, p.dst, (uint32_t)layer);
-    if (!p.src.array)
-        src_base = kvpc_layer_in(p, p.src, (uint32_t)layer);
-    const uint64_t src_row = (uint64_t)from - (uint64_t)t.src_rows.base;
-    const uint64_t in_table = (how.quantises ? dst_base : src_base) + (uint64_t)how.offset;
-    const bool src_inside = from >= t.src_rows.base && src_row < t.src_rows.rows;
-    s.dst = dst_base, s.to = to;
-    s.src = src_base + kvpc_place(t.src, (number)src_row);
-    s.scales = how.scales ? how.scales + layer * how.scales_step : in_table;
+    const kvpc_spot<number> at = kvpc_find_spot(p, t, work);
+    const uint64_t src_row = kvpc_row_of(t.src_rows, at.from);
+    const uint64_t in_table = (how.quantises ? at.dst : at.src) + (uint64_t)how.offset;
+    const bool src_inside = kvpc_is_inside(t.src_rows, at.from);
+    s.dst = at.dst, s.to = at.to;
+    s.src = at.src + kvpc_place(t.src, (number)src_row);
+    s.scales = how.scales ? how.scales + at.layer * how.scales_step : in_table;
     if (how.scale.stride && !how.quantises) /* of tiles */
         s.scales += kvpc_place(how.scale, (number)src_row);
-    const number end = (in_row + 1) * (number)how.span;
-    s.begin = in_row * (number)how.span;
+    const number end = (at.in_row + 1) * (number)how.span;
+    s.begin = at.in_row * (number)how.span;
     s.end = end < (number)how.elements ? end : (number)how.elements;
     s.zero = !src_inside;
-    s.wide = how.wide && (((uint32_t)dst_base & how.dst_mask) | ((uint32_t)src_base & how.src_mask)) == 0;
-    s.counted = !src_inside && from >= t.src_rows.base;
-    s.moves = layer == 0 && in_row == 0;
+    s.wide = how.wide && (((uint32_t)at.dst & how.dst_mask) | ((uint32_t)at.src & how.src_mask)) == 0;
+    s.counted = kvpc_is_past(t.src_rows, at.from);
+    s.moves = at.layer == 0 && at.in_row == 0;
     return s;
 }
 
-template <class params, class number> KVPRIM_DEVICE void kvpc_finish_span(const params &p, kvpc_stretch<number> *s)
+template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversion &p, kvpc_stretch<number> *s)
 {
     const kvpc_task &t = p.task;
-    const uint64_t row = (uint64_t)s->to - (uint64_t)t.dst_rows.base;
-    const bool inside = s->to >= t.dst_rows.base && row < t.dst_rows.rows;
-    s->counted = s->moves && (s->counted || (!inside && s->to >= t.dst_rows.base));
+    const uint64_t row = kvpc_row_of(t.dst_rows, s->to);
+    const bool inside = kvpc_is_inside(t.dst_rows, s->to);
+    s->counted = s->moves && (s->counted || kvpc_is_past(t.dst_rows, s->to));
     s->moves = inside && (!s->zero || t.zero);
     s->dst += kvpc_place(t.dst, (number)row);
     if (p.how.computes)
         s->scales += kvpc_place(p.how.scale, (number)row);
 }
 
-/* Spans of aligned groups of eight elements. src is read before it is known whether dst has the row. If scales are
-   computed, a round takes a tile, which has no more elements than a group of threads takes at once. While 32 bytes are
-   converted, the next are on their way. */
-template <class params, class number>
-KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
+/* Spans of aligned octets. src is read before it is known whether dst has the row. If scales are computed, a round
+   takes a tile, which has no more elements than a group of threads takes at once. While 32 bytes are converted, the
+   next are on their way. */
+template <class number>
+KVPRIM_DEVICE void kvpc_convert_octets(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
     const kvpc_change &how = p.how;
     const number step = (number)how.step;
@@ -4292,11 +3964,10 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s,
     uint32_t w[8], next[8], nans = 0;
     float scale = 1.0f;
     number base = s.begin;
-    kvpc_load_groups(p, s, (number)(base + 8 * lane), step, busy, w);
-    const bool reads =
-        how.scaling != kvpc_unscaled && !how.computes && (how.quantises || !s.zero) && base + 8 * lane < s.end;
+    kvpc_load_octets(p, s, (number)(base + 8 * lane), step, busy, w);
+    const bool reads = how.scaling != kvpc_unscaled && !how.computes && !s.zero && base + 8 * lane < s.end;
     if (reads)
-        scale = kvpc_load_scale(how, how.several ? kvpc_scale_at(how, s, (number)(base + 8 * lane)) : s.scales);
+        scale = kvpc_load_scale(how.several ? kvpc_scale_at(how, s, (number)(base + 8 * lane)) : s.scales, how.is_e8m0);
     kvpc_finish_span(p, &s);
     if (!s.moves)
         return;
@@ -4306,26 +3977,23 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s,
     KVPRIM_ROLLED
     while (base < s.end) {
         const number after = base + (step << 2 >> how.src_shift);
-        kvpc_load_groups(p, s, (number)(after + 8 * lane), step, busy, next);
+        kvpc_load_octets(p, s, (number)(after + 8 * lane), step, busy, next);
         KVPRIM_ROLLED
         for (; base < s.end && base < after; base += step) {
             const number e = base + 8 * lane;
             const bool active = busy && e < s.end;
             float x[8];
             if (reads && how.several && e + step < s.end)
-                scale = kvpc_load_scale(how, kvpc_scale_at(how, s, (number)(e + step)));
-            kvpc_decode_any<8>(how.src_type, w, x);
+                scale = kvpc_load_scale(kvpc_scale_at(how, s, (number)(e + step)), how.is_e8m0);
+            KVPRIM_BY_TYPE(how.src_type, kvpc_decode, 8, x, w);
             if (how.computes) {
                 float largest = 0;
                 for (uint32_t i = 0; i < 8; i++)
                     largest = kvpc_max_magnitude(largest, x[i]);
-                scale = kvpc_scale_for(how, kvpc_group_largest(largest, lanes));
-                factor = kvpc_factor_of(how, scale);
-                if (lane == 0)
-                    kvpc_store_scale(how, kvpc_scale_at(how, s, base), scale);
+                factor = kvpc_compute_scale(how, s, base, largest, lane, lanes);
             }
             if (active)
-                nans += kvpc_store_numbers<8>(p, s, e, x, factor);
+                nans += kvpc_store_scaled<8>(p, s, e, x, factor);
             if (reads && how.several)
                 factor = kvpc_factor_of(how, scale);
             for (uint32_t k = 0; k < 6; k++)
@@ -4340,8 +4008,8 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s,
 
 /* Spans of any alignment, n elements of a thread at a time. Tiles whose scales are computed may have any size, and take
    two passes: one finds the largest magnitude, the other converts. */
-template <uint32_t n, class params, class number>
-KVPRIM_DEVICE void kvpc_convert_any(const params &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
+template <uint32_t n, class number>
+KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
     const kvpc_change &how = p.how;
     const number tile = how.computes ? (number)how.tile : s.end - s.begin, step = n * lanes;
@@ -4354,7 +4022,7 @@ KVPRIM_DEVICE void kvpc_convert_any(const params &p, kvpc_stretch<number> &s, ui
         const number end = begin + tile;
         kvpc_factor factor = kvpc_times(1.0f);
         if (how.scaling != kvpc_unscaled && !how.computes && !how.several && !s.zero)
-            factor = kvpc_factor_of(how, kvpc_load_scale(how, s.scales));
+            factor = kvpc_factor_of(how, kvpc_load_scale(s.scales, how.is_e8m0));
         for (uint32_t pass = how.computes ? 0 : 1; pass < 2; pass++) {
             float largest = 0;
             KVPRIM_ROLLED
@@ -4364,29 +4032,26 @@ KVPRIM_DEVICE void kvpc_convert_any(const params &p, kvpc_stretch<number> &s, ui
                 if (!s.zero)
                     kvpc_load_elements<n>(w, kvpc_element_at(p.task.src, s.src, e, how.src_shift), how.src_shift);
                 if (how.several && !s.zero)
-                    factor = kvpc_factor_of(how, kvpc_load_scale(how, kvpc_scale_at(how, s, e)));
-                kvpc_decode_any<n>(how.src_type, w, x);
+                    factor = kvpc_factor_of(how, kvpc_load_scale(kvpc_scale_at(how, s, e), how.is_e8m0));
+                KVPRIM_BY_TYPE(how.src_type, kvpc_decode, n, x, w);
                 if (pass > 0)
-                    nans += kvpc_store_numbers<n>(p, s, e, x, factor);
+                    nans += kvpc_store_scaled<n>(p, s, e, x, factor);
                 else
                     for (uint32_t i = 0; i < n; i++)
                         largest = kvpc_max_magnitude(largest, x[i]);
             }
             if (pass > 0)
                 break;
-            const float scale = kvpc_scale_for(how, kvpc_group_largest(largest, lanes));
-            factor = kvpc_factor_of(how, scale);
-            if (lane == 0)
-                kvpc_store_scale(how, kvpc_scale_at(how, s, begin), scale);
+            factor = kvpc_compute_scale(how, s, begin, largest, lane, lanes);
         }
     }
     if (nans && how.nans)
         atomicAdd(how.nans, nans);
 }
 
-template <class params, class number, uint32_t threads>
+template <class number, uint32_t threads>
 static __global__ void __launch_bounds__(threads, 1)
-    kvpc_convert_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
+    kvpc_convert_kernel(const KVPRIM_GRID_CONSTANT kvpc_conversion KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
     const number in_block = blockDim.x >> p.lanes_shift;
@@ -4395,8 +4060,8 @@ static __global__ void __launch_bounds__(threads, 1)
     for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total;
          work += gridDim.x * in_block) {
         kvpc_stretch<number> s = kvpc_find_span(p, work);
-        if (s.wide && p.how.step)
-            kvpc_convert_groups(p, s, lane, lanes);
+        if (sizeof(number) == 4 && s.wide && p.how.step) /* wide numbers are rare */
+            kvpc_convert_octets(p, s, lane, lanes);
         else if (s.wide)
             kvpc_convert_any<8>(p, s, lane, lanes);
         else
@@ -4405,6 +4070,8 @@ static __global__ void __launch_bounds__(threads, 1)
             atomicAdd(p.task.rejected, 1u);
     }
 }
+
+/* >>impl_convert_move_plan ----------------------------------------------------------------------------------------- */
 
 /* Where the scales of a side lie. */
 static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_format *f, int32_t first_layer)
@@ -4426,11 +4093,6 @@ static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_
     }
 }
 
-static uint32_t kvpc_shift_of(int64_t bytes)
-{
-    return bytes == 4 ? 2 : bytes == 2 ? 1 : 0;
-}
-
 /* The layout of a side in elements. *wide becomes false unless eight of them are aligned wherever a layer is. */
 static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t shift, uint32_t mask, bool *wide)
 {
@@ -4448,8 +4110,8 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
     kvpc_change c = {};
     c.quantises = kvpi_is_quantised(to.dtype) != 0;
     const kvprim_format *const f = c.quantises ? &to : &from;
-    c.dst_type = (uint32_t)to.dtype, c.dst_shift = kvpc_shift_of(kvpi_dtype_bytes(to.dtype));
-    c.src_type = (uint32_t)from.dtype, c.src_shift = kvpc_shift_of(kvpi_dtype_bytes(from.dtype));
+    c.dst_type = (uint32_t)to.dtype, c.dst_shift = (uint32_t)kvpi_dtype_bytes(to.dtype) / 2;
+    c.src_type = (uint32_t)from.dtype, c.src_shift = (uint32_t)kvpi_dtype_bytes(from.dtype) / 2;
     c.dst_mask = c.dst_shift == 0 ? 7 : 15, c.src_mask = c.src_shift == 0 ? 7 : 15;
     c.elements = (uint64_t)m->row_bytes >> c.src_shift;
     bool wide = true;
@@ -4461,7 +4123,7 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
         c.computes = c.quantises && f->scale == KVPRIM_SCALE_TILE;
         c.tile = c.computes ? (uint64_t)f->tile : 0;
         c.power_of_two = f->scale_power_of_two || c.is_e8m0;
-        c.scale_min = f->scale_min;
+        c.least = f->scale_min, c.largest = kvpi_largest(f->dtype), c.inverse = 1.0f / c.largest;
         c.several = f->scale != KVPRIM_SCALE_TENSOR && !c.computes;
         /* The inverse of a power of two is exact. */
         c.scaling = !c.quantises                                         ? kvpc_multiplied
@@ -4484,7 +4146,7 @@ static uint64_t kvpc_spans_of(uint64_t rounds, uint64_t most)
 /* Cuts rows into spans, of tiles if their scales are computed. A group of threads takes up to kvpc_convert_rounds
    rounds, one after the other, if there is enough work for all multiprocessors, and is chosen so that few of its
    threads idle. */
-template <uint32_t bytes> static void kvpc_cut_conversion(const kvpc_call *call, kvpc_conversion<bytes> *p)
+static void kvpc_cut_conversion(const kvpc_call *call, kvpc_conversion *p)
 {
     kvpc_change *const c = &p->how;
     const uint64_t each = c->wide ? 8 : 1, all = (c->computes ? c->tile : c->elements) / each;
@@ -4515,73 +4177,38 @@ template <uint32_t bytes> static void kvpc_cut_conversion(const kvpc_call *call,
     p->total = p->task.chunks.by * rows;
 }
 
-/* Fills in all parameters of a launch. */
-template <uint32_t bytes>
-static void kvpc_fill_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
-                                 kvpc_conversion<bytes> *p)
-{
-    kvpc_task *const t = &p->task;
-    uint64_t bits = 0;
-    uint32_t used = kvpc_first_word;
-    *t = kvpc_task{};
-    p->row_words = kvpc_row_words(m);
-    p->pdl = call->launch.pdl != 0;
-    p->part_bytes = 0;
-    p->how = kvpc_change_of(m, slice->layer, &t->dst, &t->src);
-    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, &bits);
-    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, &bits);
-    t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
-    t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
-    t->count = kvpc_divisor_of(slice->rows);
-    t->layers = (uint32_t)slice->layers;
-    t->zero = m->zero != 0;
-    t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
-    kvpc_cut_conversion(call, p);
-}
-
-template <uint32_t bytes, class number, uint32_t threads = kvpc_convert_threads>
-static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
-{
-    kvpc_conversion<bytes> p;
-    kvpc_fill_conversion(call, m, slice, &p);
-    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
-    return kvpc_start_groups(&start, kvpc_convert_kernel<kvpc_conversion<bytes>, number, threads>, threads,
-                             1u << p.lanes_shift, &p);
-}
-
-/* Whether all numbers of a launch of so many rows fit 31 bits. Each span has an element or more. */
-static bool kvpc_converts_narrow(const kvprim_move *m, int64_t rows)
+/* Whether all numbers of a launch fit 31 bits. Each span has an element or more. */
+static bool kvpc_converts_narrow(const kvprim_move *m, const kvpc_slice *s)
 {
     const uint64_t most = (uint64_t)1 << 31, elements = (uint64_t)m->row_bytes;
-    return kvpc_row_words(m) == 1 && elements < most / 8 && (uint64_t)rows < most &&
-           (elements / 4 + 1) * (uint64_t)rows < most / (uint64_t)m->layers;
+    return kvpc_row_words(m) == 1 && elements < most / 8 && (uint64_t)s->rows < most &&
+           (elements / 4 + 1) * (uint64_t)s->rows < most / (uint64_t)s->layers;
 }
 
-/* As kvpc_run_listed does. */
+static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
+{
+    enum { many = kvpc_convert_threads, few = kvpc_convert_wide_threads };
+    uint64_t bits = 0;
+    kvpc_conversion p;
+    p.task = kvpc_task{};
+    p.task.zero = m->zero != 0;
+    p.part_bytes = 0;
+    p.how = kvpc_change_of(m, slice->layer, &p.task.dst, &p.task.src);
+    kvpc_fill_rows(call, m, slice, &p, &bits);
+    kvpc_cut_conversion(call, &p);
+    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
+    const uint32_t lanes = 1u << p.lanes_shift;
+    return kvpc_converts_narrow(m, slice)
+               ? kvpc_start_groups(&start, kvpc_convert_kernel<uint32_t, many>, many, lanes, &p)
+               : kvpc_start_groups(&start, kvpc_convert_kernel<uint64_t, few>, few, lanes, &p);
+}
+
+/* With parameters of one size: rows of a host's index that convert are few, or of many layers, and then launches take
+   long anyway. */
 static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
 {
-    enum { few = kvpc_few_change, most = kvpc_most_change };
-    const int64_t few_room = kvpc_listed<few>::room - kvpc_first_word;
-    const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
-    const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
-    const int64_t most_in = kvpc_listed<most>::room / (of_row ? of_row : 1);
-    const bool narrow = kvpc_converts_narrow(m, of_row && m->count > most_in ? most_in : m->count);
-    const int64_t room = narrow && of_row ? kvpc_listed<most>::room - kvpc_first_word : few_room;
-    const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
-    kvpc_slice s = {0, 0, 0, 0};
-    for (; s.layer < m->layers; s.layer += s.layers) {
-        s.layers = m->layers - s.layer < most_layers ? m->layers - s.layer : (int32_t)most_layers;
-        const int64_t in_layers = of_layer * s.layers, most_rows = of_row ? (room - in_layers) / of_row : m->count;
-        for (s.row = 0; s.row < m->count; s.row += s.rows) {
-            s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
-            const int64_t words = in_layers + of_row * s.rows;
-            KVPRIM_TRY(!narrow      ? (kvpc_start_conversion<few, uint64_t, kvpc_convert_wide_threads>(call, m, &s))
-                       : words == 0 ? (kvpc_start_conversion<kvpc_bare_params, uint32_t>(call, m, &s))
-                       : words <= few_room ? (kvpc_start_conversion<few, uint32_t>(call, m, &s))
-                                           : (kvpc_start_conversion<most, uint32_t>(call, m, &s)));
-        }
-    }
-    return KVPRIM_OK;
+    return kvpc_run_slices(m, kvpc_converted_rows::room - kvpc_first_word,
+                           [&](const kvpc_slice *s, int64_t) { return kvpc_start_conversion(call, m, s); });
 }
 
 /* Each move by itself: those that convert by the kernels of plain rows, if these can, or as above; others as ever. */
@@ -4607,7 +4234,10 @@ static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *
 }
 #endif
 
-/* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
+/* >>impl_unpack_survey ---------------------------------------------------------------------------------------------
+
+   What fragments have in common, before they are encoded. */
+#ifndef KVPRIM_NO_UNPACK
 
 enum {
     kvpc_host_chunk = 128,      /* fragments that are handed out at a time: they stay in the processor's first cache */
@@ -4615,8 +4245,8 @@ enum {
     kvpc_sample_count = 256,    /* see kvpc_is_mergeable */
     kvpc_table_share = 16,      /* fragments for each entry of the table */
     kvpc_many_fragments = 2048, /* see kvpc_is_alike_enough */
-    kvpc_direct_bytes = 16 * 32 * kvpc_bytes_loads - 15, /* a warp copies so many as one tile, however aligned */
-    kvpc_most_bytes = 1 << 27 /* that move as one fragment: the tiles of any launch can be counted in 31 bits */
+    kvpc_direct_bytes = 16 * 32 * kvpc_bytes_loads - 15, /* a warp copies so many as one strip, however aligned */
+    kvpc_most_bytes = 1 << 27 /* that move as one fragment: the strips of any launch can be counted in 31 bits */
 };
 
 /* A fragment of unpack, or an item of copy, whose offsets are addresses. Both are read through it, so it may alias. */
@@ -4626,7 +4256,7 @@ enum {
 #define KVPRIM_MAY_ALIAS
 #endif
 typedef struct KVPRIM_MAY_ALIAS kvpc_fragment {
-    uint64_t src_offset, dst_offset, bytes;
+    uint64_t src, dst, bytes;
 } kvpc_fragment;
 #undef KVPRIM_MAY_ALIAS
 static_assert(sizeof(kvpc_fragment) == sizeof(kvprim_fragment) && sizeof(kvpc_fragment) == sizeof(kvprim_copy_item) &&
@@ -4638,7 +4268,7 @@ static_assert(sizeof(kvpc_fragment) == sizeof(kvprim_fragment) && sizeof(kvpc_fr
 typedef struct kvpc_list {
     const kvpc_fragment *fragments;
     uint64_t count, src, src_bytes, dst, dst_bytes;
-    bool addresses; /* a copy: src and dst are 0, and so is src_offset of zeros */
+    bool addresses; /* a copy: src and dst are 0, and so is the fragment's src of zeros */
 } kvpc_list;
 
 /* One of the three numbers that make a fragment. If differ is 0, fragment i has first + i * step. */
@@ -4669,9 +4299,8 @@ typedef struct kvpc_unpack_job {
 /* Whether one fragment begins where another one ends, on both sides. Zeros follow zeros. */
 static bool kvpc_joins(const kvpc_unpack_job *job, const kvpc_fragment &a, const kvpc_fragment &b)
 {
-    const bool sources = job->zeros && (!a.src_offset || !b.src_offset) ? a.src_offset == b.src_offset
-                                                                        : b.src_offset - a.src_offset == a.bytes;
-    return sources && b.dst_offset - a.dst_offset == a.bytes;
+    const bool sources = job->zeros && (!a.src || !b.src) ? a.src == b.src : b.src - a.src == a.bytes;
+    return sources && b.dst - a.dst == a.bytes;
 }
 
 /* Joins adjacent fragments, leaves out empty ones and cuts long ones. Returns how many that makes, at most `most`. */
@@ -4691,8 +4320,8 @@ static uint64_t kvpc_merge(kvpc_unpack_job *job, uint64_t most)
         if (run.bytes == 0)
             break;
         const uint64_t bytes = run.bytes < kvpc_most_bytes ? run.bytes : (uint64_t)kvpc_most_bytes;
-        job->merged[n] = kvpc_fragment{run.src_offset, run.dst_offset, bytes};
-        run.src_offset += job->zeros && !run.src_offset ? 0 : bytes, run.dst_offset += bytes, run.bytes -= bytes;
+        job->merged[n] = kvpc_fragment{run.src, run.dst, bytes};
+        run.src += job->zeros && !run.src ? 0 : bytes, run.dst += bytes, run.bytes -= bytes;
     }
     job->next = next, job->rest = run;
     return n;
@@ -4731,9 +4360,9 @@ static kvpc_seen kvpc_see(kvpc_seen s, const kvpc_list *l, const kvpc_fragment *
 {
     const uint64_t src_bytes = l->src_bytes, dst_bytes = l->dst_bytes;
     for (uint64_t i = 0; i < count; i++) {
-        const uint64_t src = f[i].src_offset, dst = f[i].dst_offset, bytes = f[i].bytes;
-        s.any.src_offset |= src, s.any.dst_offset |= dst, s.any.bytes |= bytes;
-        s.all.src_offset &= src, s.all.dst_offset &= dst, s.all.bytes &= bytes;
+        const uint64_t src = f[i].src, dst = f[i].dst, bytes = f[i].bytes;
+        s.any.src |= src, s.any.dst |= dst, s.any.bytes |= bytes;
+        s.all.src &= src, s.all.dst &= dst, s.all.bytes &= bytes;
         s.past |= (src_bytes - (src + bytes)) | (dst_bytes - (dst + bytes));
         s.longer |= kvpc_direct_bytes - bytes;
         if (addresses)
@@ -4748,7 +4377,7 @@ static uint64_t kvpc_off_line(const kvpc_fragment *f, uint64_t count, uint64_t f
 {
     uint64_t off = 0;
     for (uint64_t i = 0; i < count; i++, first += step)
-        off |= (in_src ? f[i].src_offset : f[i].dst_offset) ^ first;
+        off |= (in_src ? f[i].src : f[i].dst) ^ first;
     return off;
 }
 
@@ -4760,9 +4389,9 @@ static kvpc_column kvpc_column_of(uint64_t first, uint64_t step, uint64_t any, u
 /* Whether the buffers lie apart; of a copy, whether what the bits of all addresses leave room for does. */
 static bool kvpc_is_apart(const kvpc_list *l, const kvpc_seen &s)
 {
-    const uint64_t src = l->addresses ? s.all.src_offset : l->src, dst = l->addresses ? s.all.dst_offset : l->dst;
-    const uint64_t src_bytes = l->addresses ? s.any.src_offset - src + s.any.bytes : l->src_bytes;
-    const uint64_t dst_bytes = l->addresses ? s.any.dst_offset - dst + s.any.bytes : l->dst_bytes;
+    const uint64_t src = l->addresses ? s.all.src : l->src, dst = l->addresses ? s.all.dst : l->dst;
+    const uint64_t src_bytes = l->addresses ? s.any.src - src + s.any.bytes : l->src_bytes;
+    const uint64_t dst_bytes = l->addresses ? s.any.dst - dst + s.any.bytes : l->dst_bytes;
     const uint64_t to_list = dst - (uintptr_t)l->fragments, to_src = dst - src;
     return to_list >= l->count * sizeof *l->fragments && 0 - to_list >= dst_bytes && to_src >= src_bytes &&
            0 - to_src >= dst_bytes;
@@ -4779,31 +4408,27 @@ template <bool addresses> static void kvpc_survey_all(kvpc_unpack_job *job)
     for (const kvpc_fragment *f = kvpc_take(job, &count); count > 0; f = kvpc_take(job, &count)) {
         if (job->left == 0) {
             first = f[0];
-            step.src_offset = f[count > 1].src_offset - first.src_offset;
-            step.dst_offset = f[count > 1].dst_offset - first.dst_offset;
+            step.src = f[count > 1].src - first.src;
+            step.dst = f[count > 1].dst - first.dst;
         }
-        if (!off.src_offset)
-            off.src_offset =
-                kvpc_off_line<true>(f, count, first.src_offset + job->left * step.src_offset, step.src_offset);
-        if (!off.dst_offset)
-            off.dst_offset =
-                kvpc_off_line<false>(f, count, first.dst_offset + job->left * step.dst_offset, step.dst_offset);
+        if (!off.src)
+            off.src = kvpc_off_line<true>(f, count, first.src + job->left * step.src, step.src);
+        if (!off.dst)
+            off.dst = kvpc_off_line<false>(f, count, first.dst + job->left * step.dst, step.dst);
         before = kvpc_see<addresses>(seen, &job->list, f, count - 1);
         seen = kvpc_see<addresses>(before, &job->list, f + count - 1, 1);
         job->left += count, job->last_bytes = f[count - 1].bytes;
-        count = off.src_offset && off.dst_offset ? UINT64_MAX : (uint64_t)kvpc_host_chunk;
+        count = off.src && off.dst ? UINT64_MAX : (uint64_t)kvpc_host_chunk;
     }
-    job->next = job->list.fragments, job->rest.bytes = 0; /* for kvpc_encode */
-    const uint64_t any = seen.any.src_offset | seen.any.dst_offset | seen.any.bytes;
+    job->next = job->list.fragments, job->rest.bytes = 0; /* for kvpc_write_records */
+    const uint64_t any = seen.any.src | seen.any.dst | seen.any.bytes;
     job->fit = seen.past >> 63 == 0 && (any | job->list.src_bytes | job->list.dst_bytes) >> 62 == 0;
     job->apart = kvpc_is_apart(&job->list, seen);
     job->zeros = addresses && seen.zeros >> 63;
     job->longer = seen.longer >> 63;
     job->even = (job->left == 1 || before.any.bytes == before.all.bytes) && job->last_bytes - 1 < first.bytes;
-    job->src =
-        kvpc_column_of(first.src_offset, step.src_offset, seen.any.src_offset, seen.all.src_offset, !off.src_offset);
-    job->dst =
-        kvpc_column_of(first.dst_offset, step.dst_offset, seen.any.dst_offset, seen.all.dst_offset, !off.dst_offset);
+    job->src = kvpc_column_of(first.src, step.src, seen.any.src, seen.all.src, !off.src);
+    job->dst = kvpc_column_of(first.dst, step.dst, seen.any.dst, seen.all.dst, !off.dst);
     job->bytes = kvpc_column_of(first.bytes, 0, seen.any.bytes, seen.all.bytes, job->even);
 }
 
@@ -4824,6 +4449,8 @@ static bool kvpc_is_mergeable(const kvpc_unpack_job *job)
         joins += kvpc_joins(job, f[i - 1], f[i]);
     return joins > (job->even ? (count - 1) / 2 : count / 16);
 }
+
+/* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
 
 /* Plans how to store a column, and returns its bits: 0 for a regular one, which is not stored. */
 static uint32_t kvpc_plan_numbers(kvpc_column *c, kvpc_numbers *numbers)
@@ -4859,16 +4486,16 @@ static void kvpc_plan_records(kvpc_unpack_job *job)
         h->dst.shift = src % 64, h->bytes.shift = (src + dst) % 64;
 }
 
-static uint32_t kvpc_tile_bytes(const kvpc_unpack_job *job)
+static uint32_t kvpc_strip_bytes(const kvpc_unpack_job *job)
 {
     return (16u * (job->aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads)) << job->head.lanes_shift;
 }
 
-/* Whether many uneven fragments take as many tiles each as the longest: then the host need not make tables, which take
-   it longer than all else. At most half of the tiles, about, may be empty: they cost a GPU little. */
-static bool kvpc_is_alike_enough(const kvpc_unpack_job *job, uint64_t *tiles)
+/* Whether many uneven fragments take as many strips each as the longest: then the host need not make tables, which take
+   it longer than all else. At most half of the strips, about, may be empty: they cost a GPU little. */
+static bool kvpc_is_alike_enough(const kvpc_unpack_job *job, uint64_t *strips)
 {
-    const uint32_t tile_bytes = kvpc_tile_bytes(job);
+    const uint32_t strip_bytes = kvpc_strip_bytes(job);
     const kvpc_fragment *const f = job->list.fragments;
     uint32_t longest = 0;
     uint64_t sum = 0;
@@ -4878,11 +4505,11 @@ static bool kvpc_is_alike_enough(const kvpc_unpack_job *job, uint64_t *tiles)
         const uint32_t bytes = (uint32_t)f[i].bytes;
         longest = bytes > longest ? bytes : longest, sum += bytes;
     }
-    *tiles = (job->lead + longest + tile_bytes - 1) / tile_bytes;
-    return job->left * (*tiles - 1) <= 2 * sum / tile_bytes;
+    *strips = (job->lead + longest + strip_bytes - 1) / strip_bytes;
+    return job->left * (*strips - 1) <= 2 * sum / strip_bytes;
 }
 
-/* As few threads copy a tile as can copy a fragment at once, at most a warp. */
+/* As few threads copy a strip as can copy a fragment at once, at most a warp. */
 static void kvpc_plan_unpack(kvpc_unpack_job *job)
 {
     const uint64_t any_bytes = job->bytes.any, direct = kvpc_direct_bytes;
@@ -4896,22 +4523,23 @@ static void kvpc_plan_unpack(kvpc_unpack_job *job)
     job->aligned = (src | src_steps | dst | dst_steps | any_bytes) % 16 == 0;
     job->lead = dst_steps % 16 ? 15 : (uint32_t)(dst % 16);
     job->small = job->even && job->aligned && most <= kvpc_small_bytes && !job->zeros;
-    /* Threads for a whole tile take kvpc_aligned_loads words each, those of a small fragment one. */
+    /* Threads for a whole strip take kvpc_aligned_loads words each, those of a small fragment one. */
     const uint64_t wanted = job->small ? kvpc_aligned_loads * most : job->lead + most;
-    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_tile_bytes(job) < wanted;)
+    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_strip_bytes(job) < wanted;)
         h->lanes_shift++;
-    uint64_t tiles = (job->lead + most + kvpc_tile_bytes(job) - 1) / kvpc_tile_bytes(job);
-    h->each = job->even || tiles == 1 || kvpc_is_alike_enough(job, &tiles) ? (uint32_t)tiles : 0;
+    uint64_t strips = (job->lead + most + kvpc_strip_bytes(job) - 1) / kvpc_strip_bytes(job);
+    h->each = job->even || strips == 1 || kvpc_is_alike_enough(job, &strips) ? (uint32_t)strips : 0;
     kvpc_plan_records(job);
 }
 
 /* Returns how many fragments fit parameters of params_bytes. */
 static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
 {
-    const uint64_t room = params_bytes - sizeof *h - 32; /* 15 before the first tiles, 8 for the table's last entries */
-    const uint64_t tile = h->each ? 0 : sizeof(uint32_t), stored = h->record_bytes + tile;
+    const uint64_t room =
+        params_bytes - sizeof *h - 32; /* 15 before the first strips, 8 for the table's last entries */
+    const uint64_t strip = h->each ? 0 : sizeof(uint32_t), stored = h->record_bytes + strip;
     const uint64_t most = ((uint64_t)1 << 30) / (h->each ? h->each : 1);
-    const uint64_t fit = stored ? kvpc_table_share * room / (kvpc_table_share * stored + tile) : most;
+    const uint64_t fit = stored ? kvpc_table_share * room / (kvpc_table_share * stored + strip) : most;
     return fit < most ? fit : most;
 }
 
@@ -4925,7 +4553,7 @@ typedef struct kvpc_shifts {
 static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        to[i] = (uint16_t)(f[i].src_offset >> shift);
+        to[i] = (uint16_t)(f[i].src >> shift);
 }
 
 /* Each store writes 8 bytes. The next one, or what follows the records, overwrites those that are too many. `by` and
@@ -4934,8 +4562,8 @@ template <bool common>
 static void kvpc_store_records(char *to, uint32_t bytes, kvpc_shifts by, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++, to += bytes) {
-        const uint64_t src = common ? f[i].src_offset ^ by.src_common : f[i].src_offset;
-        const uint64_t dst = common ? f[i].dst_offset ^ by.dst_common : f[i].dst_offset;
+        const uint64_t src = common ? f[i].src ^ by.src_common : f[i].src;
+        const uint64_t dst = common ? f[i].dst ^ by.dst_common : f[i].dst;
         const uint64_t record = src >> by.src | dst >> by.dst << by.dst_up | f[i].bytes >> by.bytes << by.bytes_up;
         memcpy(to, &record, 8);
     }
@@ -4944,37 +4572,37 @@ static void kvpc_store_records(char *to, uint32_t bytes, kvpc_shifts by, const k
 static void kvpc_store_apart(char *to, const kvpc_unpack *h, kvpc_shifts by, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++, to += h->record_bytes) {
-        const uint64_t src = f[i].src_offset >> by.src, dst = f[i].dst_offset >> by.dst, bytes = f[i].bytes >> by.bytes;
+        const uint64_t src = f[i].src >> by.src, dst = f[i].dst >> by.dst, bytes = f[i].bytes >> by.bytes;
         memcpy(to, &src, 8);
         memcpy(to + h->dst.at, &dst, 8);
         memcpy(to + h->bytes.at, &bytes, 8);
     }
 }
 
-/* Returns the first tile of the next fragment. tile_bytes is a template parameter because a division takes long. */
-template <uint32_t tile_bytes>
-static uint32_t kvpc_store_tiles(uint32_t *to, const kvpc_fragment *f, uint64_t count, uint32_t tile, uint32_t lead)
+/* Returns the first strip of the next fragment. strip_bytes is a template parameter because a division takes long. */
+template <uint32_t strip_bytes>
+static uint32_t kvpc_store_strips(uint32_t *to, const kvpc_fragment *f, uint64_t count, uint32_t strip, uint32_t lead)
 {
     for (uint64_t i = 0; i < count; i++) {
-        to[i] = tile;
-        tile += ((uint32_t)f[i].bytes + lead + tile_bytes - 1) / tile_bytes;
+        to[i] = strip;
+        strip += ((uint32_t)f[i].bytes + lead + strip_bytes - 1) / strip_bytes;
     }
-    return tile;
+    return strip;
 }
 
-/* Each fragment takes the first entry that its tiles reach, then the entries that none took are filled: a branch on the
-   sizes would be mispredicted. */
+/* Each fragment takes the first entry that its strips reach, then the entries that none took are filled: a branch on
+   the sizes would be mispredicted. */
 static void kvpc_store_table(kvpc_unpack *h, uint32_t *data)
 {
-    const uint32_t *const first_tile = data + h->first_tile;
+    const uint32_t *const first_strip = data + h->first_strip;
     uint32_t *const table = data + h->table;
     h->table_shift = 0;
-    while (h->tiles >> h->table_shift > h->count / kvpc_table_share)
+    while (h->strips >> h->table_shift > h->count / kvpc_table_share)
         h->table_shift++;
-    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, entries = (h->tiles + up) >> shift;
+    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, entries = (h->strips + up) >> shift;
     memset(table, 0, entries * sizeof *table);
     for (uint32_t i = 0; i < h->count; i++)
-        table[(first_tile[i] + up) >> shift] = i;
+        table[(first_strip[i] + up) >> shift] = i;
     for (uint32_t k = 1; k < entries; k++)
         table[k] = table[k] > table[k - 1] ? table[k] : table[k - 1];
     table[entries] = h->count - 1;
@@ -4987,21 +4615,21 @@ static void kvpc_set_base(kvpc_numbers *numbers, uint64_t first)
 }
 
 /* Stores the next h->count fragments. */
-static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
+static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
 {
     const kvpc_shifts by = {job->src.shift, job->dst.shift,  job->bytes.shift, h->dst.shift,
                             h->bytes.shift, job->src.common, job->dst.common};
     const uint32_t bytes = h->record_bytes;
-    uint32_t tiles = h->count * h->each;
-    h->first_tile = (h->count * bytes + 15) / 4; /* up to 12 bytes are read from a record's first one on */
-    h->table = h->first_tile + h->count;
+    uint32_t strips = h->count * h->each;
+    h->first_strip = (h->count * bytes + 15) / 4; /* up to 12 bytes are read from a record's first one on */
+    h->table = h->first_strip + h->count;
     for (uint64_t at = 0, count; at < h->count; at += count) {
         count = h->count - at < kvpc_host_chunk ? h->count - at : (uint64_t)kvpc_host_chunk;
         const kvpc_fragment *const f = kvpc_take(job, &count);
-        uint32_t *const first_tile = data + h->first_tile + at;
+        uint32_t *const first_strip = data + h->first_strip + at;
         if (at == 0) {
-            kvpc_set_base(&h->src, job->src.base + f->src_offset);
-            kvpc_set_base(&h->dst, job->dst.base + f->dst_offset);
+            kvpc_set_base(&h->src, job->src.base + f->src);
+            kvpc_set_base(&h->dst, job->dst.base + f->dst);
             kvpc_set_base(&h->bytes, f->bytes);
         }
         char *const to = (char *)data + at * bytes;
@@ -5014,21 +4642,22 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
         else if (bytes)
             kvpc_store_records<false>(to, bytes, by, f, count);
         if (!h->each) /* then lanes_shift is 5 */
-            tiles = job->aligned ? kvpc_store_tiles<512 * kvpc_aligned_loads>(first_tile, f, count, tiles, job->lead)
-                                 : kvpc_store_tiles<512 * kvpc_bytes_loads>(first_tile, f, count, tiles, job->lead);
+            strips = job->aligned
+                         ? kvpc_store_strips<512 * kvpc_aligned_loads>(first_strip, f, count, strips, job->lead)
+                         : kvpc_store_strips<512 * kvpc_bytes_loads>(first_strip, f, count, strips, job->lead);
         h->last_bytes = (uint32_t)f[count - 1].bytes;
     }
-    h->tiles = tiles;
+    h->strips = strips;
     if (!h->each)
         kvpc_store_table(h, data);
 }
 
-/* One tile for each group of threads. If there are many, two: half as many blocks are started sooner. */
+/* One strip for each group of threads. If there are many, two: half as many blocks are started sooner. */
 static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, const kvpc_unpack *h, uint32_t threads, uint32_t max_sms)
 {
     enum { many_blocks = 768 };
     const uint32_t groups = threads >> h->lanes_shift, each = job->small ? kvpc_small_fragments * groups : groups;
-    const uint32_t all = job->small ? h->count : h->tiles, blocks = all / each + (all % each != 0);
+    const uint32_t all = job->small ? h->count : h->strips, blocks = all / each + (all % each != 0);
     if (max_sms > 0)
         return blocks < max_sms ? blocks : max_sms;
     return job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2;
@@ -5047,7 +4676,7 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     const uint64_t fit = kvpc_fragments_in(&job->head, params_bytes);
     *h = job->head;
     h->count = (uint32_t)(job->left < fit ? job->left : fit);
-    kvpc_encode(job, h, p.n32);
+    kvpc_write_records(job, h, p.n32);
     job->left -= h->count;
     h->wait = !job->started && launch.pdl;
     h->wait_last = job->started && job->overlap;
@@ -5057,11 +4686,9 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     job->started = true;
     const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
     return kvpc_start(&call,
-                      job->small     ? kvpc_unpack_kernel<true, true, false, params_bytes>
-                      : job->aligned ? job->zeros ? kvpc_unpack_kernel<false, true, true, params_bytes>
-                                                  : kvpc_unpack_kernel<false, true, false, params_bytes>
-                      : job->zeros ? kvpc_unpack_kernel<false, false, true, params_bytes>
-                                     : kvpc_unpack_kernel<false, false, false, params_bytes>,
+                      job->small     ? kvpc_unpack_kernel<true, true, params_bytes>
+                      : job->aligned ? kvpc_unpack_kernel<false, true, params_bytes>
+                                     : kvpc_unpack_kernel<false, false, params_bytes>,
                       kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p);
 }
 
@@ -5106,8 +4733,7 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
         const void *const src = (const void *)(uintptr_t)(job->list.src + job->src.first);
         if (bytes < by_cuda && !job->zeros)
             return kvpc_unpack_one(job, bytes);
-        if (bytes >= by_cuda &&
-            (job->zeros ? kvpc_set_zeros(call, dst, bytes) : kvpc_copy_rows(call, dst, 0, src, 0, (int64_t)bytes, 1)))
+        if (bytes >= by_cuda && kvpc_copy_rows(call, dst, 0, src, 0, (int64_t)bytes, 1))
             return KVPRIM_OK;
     }
     kvpc_plan_unpack(job);
@@ -5123,13 +4749,9 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
 
 static kvpc_list kvpc_list_of(const kvprim_unpack_desc *d)
 {
-    return kvpc_list{(const kvpc_fragment *)(const void *)d->fragments,
-                     d->count,
-                     (uintptr_t)d->src,
-                     d->src_bytes,
-                     (uintptr_t)d->dst,
-                     d->dst_bytes,
-                     false};
+    const kvpc_fragment *const f = (const kvpc_fragment *)(const void *)d->fragments;
+    const uint64_t src = (uintptr_t)d->src, dst = (uintptr_t)d->dst;
+    return kvpc_list{f, d->count, src, d->src_bytes, dst, d->dst_bytes, false};
 }
 
 static kvpc_list kvpc_list_of(const kvprim_copy_desc *d)
@@ -5156,38 +4778,58 @@ static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list
     return check(desc);
 }
 
-/* No GPU has an address that high, and bit 63 of one would not be stored. Empty items may have any: a survey that joins
-   items leaves them out. */
-static kvprim_status kvpc_check_high(kvpc_unpack_job *job, const kvprim_copy_desc *d)
+/* KVPRIM_DEBUG: see kvpc_check_bytes. */
+static kvprim_status kvpc_check_ends(const char *function, kvpc_unpack_job *, const kvprim_unpack_desc *d)
 {
-    if ((job->src.any | job->dst.any | job->bytes.any) >> 62 == 0)
-        return KVPRIM_OK;
-    for (size_t i = 0; i < d->count; i++)
-        if (d->items[i].bytes && ((uintptr_t)d->items[i].src | (uintptr_t)d->items[i].dst | d->items[i].bytes) >> 62)
-            return kvprim_fail(KVPRIM_ERROR_SIZE,
-                               "kvprim_cuda_copy: items[%llu] (src %p, dst %p, %llu bytes) lies past "
-                               "2^62, where no GPU has memory",
-                               (unsigned long long)i, d->items[i].src, d->items[i].dst,
-                               (unsigned long long)d->items[i].bytes);
-    kvpc_survey(job, true);
-    return KVPRIM_OK;
+    KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
+    return kvpc_check_bytes(function, "src", d->src, d->src_bytes);
 }
 
-/* KVPRIM_DEBUG: the GPU can reach both ends of each item. */
-static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_desc *d)
+/* No GPU has an address of 2^62 or more, and bit 63 of one would not be stored. Empty items may have any: a survey that
+   joins items leaves them out. KVPRIM_DEBUG: the GPU can reach both ends of each item. */
+static kvprim_status kvpc_check_ends(const char *function, kvpc_unpack_job *job, const kvprim_copy_desc *d)
 {
+    const bool high = (job->src.any | job->dst.any | job->bytes.any) >> 62 != 0;
+    for (size_t i = 0; high && i < d->count; i++)
+        if (d->items[i].bytes && ((uintptr_t)d->items[i].src | (uintptr_t)d->items[i].dst | d->items[i].bytes) >> 62)
+            return kvprim_fail(KVPRIM_ERROR_SIZE,
+                               "%s: items[%llu] (src %p, dst %p, %llu bytes) lies past 2^62, where no GPU has memory",
+                               function, (unsigned long long)i, d->items[i].src, d->items[i].dst,
+                               (unsigned long long)d->items[i].bytes);
+    if (high)
+        kvpc_survey(job, true);
 #if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
-    for (size_t i = 0; i < d->count; i++)
-        for (int side = 0; side < 2; side++) {
-            char name[40];
-            snprintf(name, sizeof name, "items[%llu].%s", (unsigned long long)i, side ? "src" : "dst");
-            KVPRIM_TRY(kvpc_check_bytes(function, name, side ? d->items[i].src : d->items[i].dst, d->items[i].bytes));
-        }
-#else
-    (void)function, (void)d;
+    for (size_t i = 0; i < 2 * d->count; i++) {
+        const kvprim_copy_item &item = d->items[i / 2];
+        char name[40];
+        snprintf(name, sizeof name, "items[%llu].%s", (unsigned long long)(i / 2), i % 2 ? "src" : "dst");
+        KVPRIM_TRY(kvpc_check_bytes(function, name, i % 2 ? item.src : item.dst, item.bytes));
+    }
 #endif
     return KVPRIM_OK;
 }
+
+/* Unpacks or copies: `check` is the function of kvprim.h that checks the descriptor. */
+template <class Desc>
+static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvprim_status (*check)(const Desc *),
+                                     const kvprim_cuda_launch *launch)
+{
+    if (!desc)
+        return kvpc_fail_check(check(desc));
+    const Desc d = *desc;
+    kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
+    if (d.count == 0)
+        return KVPRIM_OK;
+    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, check);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
+    KVPRIM_TRY(kvpc_check_ends(function, &job, &d));
+    return kvpc_unpack_fragments(&call, &job);
+}
+
+/* >>impl_meta_host ------------------------------------------------------------------------------------------------- */
 
 /* As many blocks as full buffers keep busy, and so few that all run at once. They have to read all descriptors of their
    range. In the host's memory this is slow, and the slower, the more multiprocessors read: 1,024 take 12.5 us by 32
@@ -5223,9 +4865,27 @@ static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_me
     const uint32_t ranges = blocks > least ? blocks / p.shares : least;
     p.more = blocks > least ? blocks - ranges * p.shares : 0;
     p.ranges = kvpc_divisor_of(ranges);
-    return kvpc_start(call, few ? kvpc_meta_kernel<kvpc_meta_few_threads> : kvpc_meta_kernel<kvpc_meta_threads>, blocks,
-                      threads, p);
+    return kvpc_start(call, kvpc_meta_kernel, blocks, threads, p);
 }
+
+#else
+static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *)
+{
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: compiled with KVPRIM_NO_UNPACK", call->function);
+}
+
+template <class Desc>
+static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvprim_status (*check)(const Desc *),
+                                     const kvprim_cuda_launch *launch)
+{
+    const kvprim_status status = check(desc);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
+    return desc->count == 0 ? KVPRIM_OK : kvpc_run_meta(&call, NULL);
+}
+#endif
 
 /* KVPRIM_DEBUG: see kvpc_check_bytes. Without it, ordinary host memory is found where descriptors and count lie. */
 static kvprim_status kvpc_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
@@ -5260,6 +4920,7 @@ typedef struct kvpc_slots {
     uint32_t *rejected;
     uint32_t pdl;      /* a kvpc_dependence */
     kvpc_divisor each; /* tokens of each request, as kvpc_find_request first guesses; 0: no such guess */
+    uint32_t token_bytes;
 } kvpc_slots;
 
 enum {
@@ -5272,26 +4933,27 @@ enum {
     kvpc_pivots = 7                /* of a search, loaded at once */
 };
 
-/* In 32 bits where the sizes allow it: see kvpc_slots_are_small. */
-KVPRIM_DEVICE uint64_t kvpc_element_at(uint64_t base, uint32_t i, uint32_t step)
+/* In 32 bits where the sizes allow it: see kvpc_slots_are_small. Kernels of 64 bits take tokens of either type. */
+template <class number> KVPRIM_DEVICE uint64_t kvpc_number_at(uint64_t base, number i, number step)
 {
-    return kvpc_row_at(base, i, step);
+    return sizeof(number) == 4 ? kvpc_row_at(base, (uint32_t)i, (uint32_t)step) : base + i * step;
 }
 
-KVPRIM_DEVICE uint64_t kvpc_element_at(uint64_t base, uint64_t i, uint64_t step)
+template <class token, class number> KVPRIM_DEVICE uint64_t kvpc_token_at(const kvpc_slots &p, uint64_t base, number i)
 {
-    return base + i * step;
+    return kvpc_number_at(base, i, sizeof(number) == 4 ? (number)sizeof(token) : (number)p.token_bytes);
 }
 
-template <class token> KVPRIM_DEVICE token kvpc_load_token(uint64_t at)
+template <class token, class number> KVPRIM_DEVICE token kvpc_load_token(const kvpc_slots &p, uint64_t at)
 {
-    return sizeof(token) == 8 ? (token)kvpc_load_i64(at) : (token)kvpc_load_i32(at);
+    const uint32_t bytes = sizeof(number) == 4 ? (uint32_t)sizeof(token) : p.token_bytes;
+    return bytes == 8 ? (token)kvpc_load_i64(at) : (token)kvpc_load_i32(at);
 }
 
 /* 0 <= x < n, which is at most 2^31 if it is a number of 32 bits. */
 template <class token, class number> KVPRIM_DEVICE bool kvpc_is_below(token x, number n)
 {
-    return sizeof(token) == 4 && sizeof(number) == 4 ? (uint32_t)x < (uint32_t)n : (uint64_t)(int64_t)x < (uint64_t)n;
+    return sizeof(token) == 4 ? (uint32_t)x < (uint32_t)n : (uint64_t)(int64_t)x < (uint64_t)n;
 }
 
 KVPRIM_DEVICE void kvpc_wait_for_inputs(const kvpc_slots &p)
@@ -5309,12 +4971,12 @@ template <class number> struct kvpc_search {
 
 template <class token, class number> KVPRIM_DEVICE void kvpc_place_pivots(const kvpc_slots &p, kvpc_search<number> *s)
 {
-    const uint64_t first = kvpc_element_at(p.request, s->low, (number)sizeof(token));
+    const uint64_t first = kvpc_token_at<token>(p, p.request, s->low);
     s->step = s->left / (kvpc_pivots + 1) + 1;
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_pivots; k++) {
         const number n = (k + 1) * s->step;
-        s->at[k] = kvpc_element_at(first, n < s->left ? n : s->left, (number)sizeof(token));
+        s->at[k] = kvpc_token_at<token>(p, first, n < s->left ? n : s->left);
     }
 }
 
@@ -5326,20 +4988,21 @@ template <class number> KVPRIM_DEVICE void kvpc_narrow_search(kvpc_search<number
 }
 
 /* What tells whether a token is one of a request, and its position. */
-template <class token> struct kvpc_span {
+template <class token> struct kvpc_request {
     token first, next, start;
 };
 
-template <class token, class number> KVPRIM_DEVICE kvpc_span<token> kvpc_load_span(const kvpc_slots &p, number request)
+template <class token, class number>
+KVPRIM_DEVICE kvpc_request<token> kvpc_load_request(const kvpc_slots &p, number request)
 {
-    const uint64_t at = kvpc_element_at(p.request, request, (number)sizeof(token));
-    kvpc_span<token> s = {kvpc_load_token<token>(at), kvpc_load_token<token>(at + sizeof(token)), 0};
+    const uint64_t at = kvpc_token_at<token>(p, p.request, request), next = kvpc_token_at<token>(p, at, (number)1);
+    kvpc_request<token> s = {kvpc_load_token<token, number>(p, at), kvpc_load_token<token, number>(p, next), 0};
     if (p.position)
-        s.start = kvpc_load_token<token>(kvpc_element_at(p.position, request, (number)sizeof(token)));
+        s.start = kvpc_load_token<token, number>(p, kvpc_token_at<token>(p, p.position, request));
     return s;
 }
 
-template <class token> KVPRIM_DEVICE bool kvpc_is_in_span(const kvpc_span<token> &s, token i)
+template <class token> KVPRIM_DEVICE bool kvpc_is_of_request(const kvpc_request<token> &s, token i)
 {
     return s.first <= i && i < s.next;
 }
@@ -5351,7 +5014,7 @@ template <class token> KVPRIM_DEVICE bool kvpc_is_in_span(const kvpc_span<token>
      starts into the first cache (1,024 requests of int32), which the search then reads: 8,192 tokens of 256 requests
      take 1.3 us where prefill follows decodes, not 1.6 (H200). */
 template <class token, class number>
-KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_span<token> *span)
+KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_request<token> *of)
 {
     const number last = (number)p.requests - 1, other = threadIdx.x * (32 / (number)sizeof(token));
     const number near = p.each.by ? kvpc_divide(i, p.each) : i <= last ? i : other, guess = near < last ? near : last;
@@ -5359,15 +5022,15 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_span<
     s.low = 0, s.left = last;
     kvpc_place_pivots<token>(p, &s);
     kvpc_wait_for_inputs(p);
-    *span = kvpc_load_span<token>(p, guess);
+    *of = kvpc_load_request<token>(p, guess);
     KVPRIM_ROLLED
     for (;;) {
         token pivot[kvpc_pivots];
         number passed = 0;
         KVPRIM_UNROLL
         for (uint32_t k = 0; k < kvpc_pivots; k++)
-            pivot[k] = kvpc_load_token<token>(s.at[k]);
-        if (kvpc_is_in_span(*span, (token)i))
+            pivot[k] = kvpc_load_token<token, number>(p, s.at[k]);
+        if (kvpc_is_of_request(*of, (token)i))
             return guess;
         KVPRIM_UNROLL
         for (uint32_t k = 0; k < kvpc_pivots; k++)
@@ -5377,26 +5040,8 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_span<
             break;
         kvpc_place_pivots<token>(p, &s);
     }
-    *span = kvpc_load_span<token>(p, s.low);
+    *of = kvpc_load_request<token>(p, s.low);
     return s.low;
-}
-
-typedef struct kvpc_token {
-    int64_t request, position;
-    bool past; /* it has no request, or its position takes more than 63 bits */
-} kvpc_token;
-
-template <class token, class number> KVPRIM_DEVICE kvpc_token kvpc_find_token(const kvpc_slots &p, number i)
-{
-    kvpc_span<token> s;
-    if (sizeof(token) == 4 && i >= (number)INT32_MAX) /* the counts end before */
-        return kvpc_token{0, 0, true};
-    const number request = kvpc_find_request(p, i, &s);
-    const uint64_t further = (uint64_t)i - (uint64_t)(int64_t)s.first;
-    kvpc_token t = {(int64_t)request, (int64_t)((uint64_t)(int64_t)s.start + further), !kvpc_is_in_span(s, (token)i)};
-    if (sizeof(token) == 8)
-        t.past = t.past || further > (uint64_t)INT64_MAX - (uint64_t)(int64_t)s.start;
-    return t;
 }
 
 /* Stores the slot of a token, or -1, and counts what is past. */
@@ -5406,9 +5051,9 @@ KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request,
     const bool found =
         !past && kvpc_is_below(request, (number)p.requests) && kvpc_is_below(position, (number)p.positions);
     const number by = (number)p.page.by, in_request = kvpc_divide((number)position, p.page);
-    const uint64_t pages = kvpc_element_at(p.pages, (number)request, (number)p.pages_step);
-    const uint64_t at = kvpc_element_at(pages, in_request, (number)p.page_bytes);
-    const uint64_t to = kvpc_element_at(p.slot, i, (number)p.slot_bytes);
+    const uint64_t pages = kvpc_number_at(p.pages, (number)request, (number)p.pages_step);
+    const uint64_t at = kvpc_number_at(pages, in_request, (number)p.page_bytes);
+    const uint64_t to = kvpc_number_at(p.slot, i, (number)p.slot_bytes);
     int32_t low = -1, high = -1; /* two words: one load for each, without a branch */
     if (found)
         low = kvpc_load_i32(at);
@@ -5440,13 +5085,19 @@ static __global__ void __launch_bounds__(kvpc_slots_most_threads)
     const number threads = (number)gridDim.x * blockDim.x;
     for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < (number)p.count; i += threads)
         if (by_length) {
-            const kvpc_token t = kvpc_find_token<token>(p, i);
-            kvpc_store_slot(p, i, t.request, t.position, t.past);
+            kvpc_request<token> s;
+            const number request = kvpc_find_request(p, i, &s);
+            const uint64_t start = (uint64_t)(int64_t)s.start, further = (uint64_t)i - (uint64_t)(int64_t)s.first;
+            bool past = !kvpc_is_of_request(s, (token)i); /* it has no request, or its position takes over 63 bits */
+            if (sizeof(token) == 8)
+                past = past || further > (uint64_t)INT64_MAX - start;
+            kvpc_store_slot(p, i, (int64_t)request, (int64_t)(start + further), past);
         } else {
-            const uint64_t request_at = kvpc_element_at(p.request, i, (number)sizeof(token));
-            const uint64_t position_at = kvpc_element_at(p.position, i, (number)sizeof(token));
+            const uint64_t request_at = kvpc_token_at<token>(p, p.request, i);
+            const uint64_t position_at = kvpc_token_at<token>(p, p.position, i);
             kvpc_wait_for_inputs(p);
-            const token request = kvpc_load_token<token>(request_at), position = kvpc_load_token<token>(position_at);
+            const token request = kvpc_load_token<token, number>(p, request_at),
+                        position = kvpc_load_token<token, number>(p, position_at);
             kvpc_store_slot(p, i, request, position, false);
         }
 }
@@ -5495,17 +5146,16 @@ static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_de
     p.slot = (uintptr_t)d->slot;
     p.page_bytes = kvpc_index_size(d->pages_type);
     p.slot_bytes = kvpc_index_size(d->slot_type);
+    p.token_bytes = kvpc_index_size(d->token_type);
     p.rejected = d->rejected;
     const bool by_length = d->cu_seqlens != NULL, small = kvpc_slots_are_small(&p);
     const bool late = by_length && p.count > kvpc_slots_first; /* blocks that wait would take the room of blocks */
     p.pdl = !call->launch.pdl ? kvpc_alone : late ? kvpc_trigger_late : kvpc_trigger_first;
     p.each = kvpc_divisor_of(
         d->count % d->requests == 0 && d->count / d->requests <= kvpc_slots_each ? d->count / d->requests : 0);
-    if (d->token_type == KVPRIM_I32)
-        return small ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
-                     : kvpc_start_slots<int32_t, uint64_t>(call, &p, by_length);
-    return small ? kvpc_start_slots<int64_t, uint32_t>(call, &p, by_length)
-                 : kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length);
+    return !small                        ? kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length)
+           : d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
+                                         : kvpc_start_slots<int64_t, uint32_t>(call, &p, by_length);
 }
 
 /* KVPRIM_DEBUG: see kvpc_check_bytes. */
@@ -5574,20 +5224,7 @@ KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, co
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_unpack");
-    if (!desc)
-        return kvpc_fail_check(kvprim_unpack_check(desc));
-    const kvprim_unpack_desc d = *desc;
-    kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
-    if (d.count == 0)
-        return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, kvprim_unpack_check);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
-    kvpc_call call;
-    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack", launch));
-    KVPRIM_TRY(kvpc_check_bytes(call.function, "dst", d.dst, d.dst_bytes));
-    KVPRIM_TRY(kvpc_check_bytes(call.function, "src", d.src, d.src_bytes));
-    return kvpc_unpack_fragments(&call, &job);
+    return kvpc_run_unpack("kvprim_cuda_unpack", desc, kvprim_unpack_check, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc, const kvprim_cuda_launch *launch)
@@ -5607,20 +5244,7 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *
 KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_copy");
-    if (!desc)
-        return kvpc_fail_check(kvprim_copy_check(desc));
-    const kvprim_copy_desc d = *desc;
-    kvpc_unpack_job job;
-    if (d.count == 0)
-        return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, kvprim_copy_check);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
-    kvpc_call call;
-    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_copy", launch));
-    KVPRIM_TRY(kvpc_check_high(&job, &d));
-    KVPRIM_TRY(kvpc_check_items(call.function, &d));
-    return kvpc_unpack_fragments(&call, &job);
+    return kvpc_run_unpack("kvprim_cuda_copy", desc, kvprim_copy_check, launch);
 }
 
 #undef KVPRIM_TRY

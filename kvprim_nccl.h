@@ -570,18 +570,9 @@ enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 /* Why a rank stopped: the kind, the rank that stopped first << 8, and the rank that one waited for << 16. */
 enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 
-/* The conversions of elements (kvpi_to_e4m3 and so on). kvprim.h defines them after its include guard, once for each
-   unit, where it or kvprim_cuda.cuh is implemented. A unit that implements this header alone asks as the latter does;
-   that macro asks for nothing else of kvprim.h. */
-#ifndef KVPRIM_ELEMENT
-#ifdef KVPRIM_CUDA_IMPLEMENTATION
+#define KVPRIM_ELEMENTS /* kvprim.h's >>impl_elements, once for each unit */
 #include "kvprim.h"
-#else
-#define KVPRIM_CUDA_IMPLEMENTATION
-#include "kvprim.h"
-#undef KVPRIM_CUDA_IMPLEMENTATION
-#endif
-#endif
+#undef KVPRIM_ELEMENTS
 #endif
 
 #if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__) &&                 \
@@ -923,71 +914,26 @@ struct kvpn_f16 : kvpn_pair<__half2> {
 #endif
 
 /* fp8 joins as kvprim_format converts: what is beyond the largest finite value, an infinity of e5m2 too, becomes that
-   value. PTX has these conversions from sm_89 on (by CUDA 12.1). */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
-#define KVPRIM_NCCL_PTX_F8
+   value. */
+#ifdef KVPRIM_PTX_F8
 enum { kvpn_f8_at_once = 4 };
 #else
 enum { kvpn_f8_at_once = 1 };
 #endif
-struct kvpn_e4m3 {
+template <kvprim_dtype dtype> struct kvpn_f8 {
     enum { per_word = 4 };
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
-#ifdef KVPRIM_NCCL_PTX_F8
-        asm("{.reg .b16 a, b, c, d; .reg .b32 l, h; mov.b32 {a, b}, %4; cvt.rn.f16x2.e4m3x2 l, a; "
-            "cvt.rn.f16x2.e4m3x2 h, b; mov.b32 {a, b}, l; mov.b32 {c, d}, h; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; "
-            "cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
-            : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
-            : "r"(word));
-#else
-        for (uint32_t k = 0; k < 4; k++)
-            f[k] = kvpi_of_e4m3(word >> 8 * k & 0xff);
-#endif
+        kvpi_of_f8x4(dtype, f, word);
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
-#ifdef KVPRIM_NCCL_PTX_F8
-        uint32_t word;
-        asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
-            "mov.b32 %0, {a, b};}"
-            : "=r"(word)
-            : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
-        return word;
-#else
-        return kvpi_to_e4m3(f[0]) | kvpi_to_e4m3(f[1]) << 8 | kvpi_to_e4m3(f[2]) << 16 | kvpi_to_e4m3(f[3]) << 24;
-#endif
+        return kvpi_to_f8x4(dtype, f);
     }
 };
-
-struct kvpn_e5m2 {
-    enum { per_word = 4 };
-    KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
-    {
-#ifdef KVPRIM_NCCL_PTX_F8
-        asm("{.reg .b16 a, b, c, d; .reg .b32 l, h; mov.b32 {a, b}, %4; cvt.rn.f16x2.e5m2x2 l, a; "
-            "cvt.rn.f16x2.e5m2x2 h, b; mov.b32 {a, b}, l; mov.b32 {c, d}, h; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; "
-            "cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
-            : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
-            : "r"(word));
-#else
-        for (uint32_t k = 0; k < 4; k++)
-            f[k] = kvpi_of_e5m2(word >> 8 * k & 0xff);
-#endif
-    }
-    KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
-    {
-#ifdef KVPRIM_NCCL_PTX_F8
-        uint32_t word;
-        asm("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, %2, %1; cvt.rn.satfinite.e5m2x2.f32 b, %4, %3; "
-            "mov.b32 %0, {a, b};}"
-            : "=r"(word)
-            : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
-        return word;
-#else
-        return kvpi_to_e5m2(f[0]) | kvpi_to_e5m2(f[1]) << 8 | kvpi_to_e5m2(f[2]) << 16 | kvpi_to_e5m2(f[3]) << 24;
-#endif
-    }
+struct kvpn_e4m3 : kvpn_f8<KVPRIM_F8E4M3> {
+};
+struct kvpn_e5m2 : kvpn_f8<KVPRIM_F8E5M2> {
 };
 
 /* The kernel's parameters say which of these types it is, and what to do with it. */

@@ -237,9 +237,11 @@ emulated()
         -I. -DKVPRIM_CORE_IMPLEMENTED tests/gpu/test_cuda_emulated.cpp $object
     group "test_cuda_emulated compiled, $cxx $checks"
     program "test_cuda_emulated $quick" $launcher "$build/test_cuda_emulated" $quick
-    cell "no_convert, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/no_convert.cpp -o "$build/no_convert"
-    group "KVPRIM_NO_CONVERT, $CXX"
-    program 'without conversions' "$build/no_convert"
+    for switch in no_convert no_unpack; do
+        cell "$switch, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/$switch.cpp -o "$build/$switch"
+        group "$switch compiled, $CXX"
+        program "$switch" "$build/$switch"
+    done
 }
 
 # ---- traces ----

@@ -85,6 +85,7 @@ static std::set<void (*)()> kvprim_emulate_kernels;     /* launched so far */
 [[maybe_unused]] static unsigned kvprim_emulate_copies; /* by CUDA itself, so far */
 static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
+static unsigned kvprim_emulate_unasked;                 /* triggers of launches that are not dependent */
 
 /* Whether a kernel has barriers, and whether these are of groups of threads. */
 struct kvpc_meta;
@@ -101,16 +102,16 @@ static inline bool kvprim_emulate_meets(const kvpc_convert_tiles &)
 {
     return true;
 }
-template <uint32_t bytes> struct kvpc_conversion;
-template <uint32_t bytes> static bool kvprim_emulate_meets(const kvpc_conversion<bytes> &p)
+struct kvpc_conversion;
+static inline bool kvprim_emulate_meets(const kvpc_conversion &)
 {
-    return p.how.computes != 0;
+    return true; /* if it computes scales */
 }
 template <class Params> static bool kvprim_emulate_groups(const Params &)
 {
     return false;
 }
-template <uint32_t bytes> static bool kvprim_emulate_groups(const kvpc_conversion<bytes> &)
+static inline bool kvprim_emulate_groups(const kvpc_conversion &)
 {
     return true;
 }
@@ -185,12 +186,13 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
 /* What kvprim_cuda.cuh leaves to PTX and to CUDA's runtime. */
 static inline void kvpc_pdl_wait()
 {
-    kvprim_emulate_waits++;
+    kvprim_emulate_waits += kvprim_emulate_dependent;
     kvprim_emulate_ready = true;
 }
 
 static inline void kvpc_pdl_trigger()
 {
+    kvprim_emulate_unasked += !kvprim_emulate_dependent;
 }
 
 static inline bool kvpc_leaves_room(uint32_t)
@@ -317,18 +319,11 @@ static bool kvpc_copy_rows(const Call *, void *dst, int64_t dst_stride, const vo
     if (kvprim_emulate_refuse)
         return false;
     gridDim = dim3(1);
-    for (int64_t r = 0; r < rows && !kvprim_emulate_idle; r++)
+    if (!src)
+        memset(dst, 0, size_t(row_bytes));
+    for (int64_t r = 0; r < rows && src && !kvprim_emulate_idle; r++)
         memcpy(static_cast<char *>(dst) + r * dst_stride, static_cast<const char *>(src) + r * src_stride,
                size_t(row_bytes));
-    kvprim_emulate_copies++;
-    return true;
-}
-
-template <class Call> static bool kvpc_set_zeros(const Call *, void *dst, uint64_t bytes)
-{
-    if (kvprim_emulate_refuse)
-        return false;
-    memset(dst, 0, size_t(bytes));
     kvprim_emulate_copies++;
     return true;
 }

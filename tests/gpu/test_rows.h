@@ -1004,7 +1004,7 @@ static const struct {
     {8192, 8192, 6, 0}, {4112, 48, 6, 0}, {48, 4112, 6, 0},    {48, 48, 6, 0},   {256, 256, 10, 0}, /* pages, heads */
 };
 
-/* Moves so much memory that each kernel of plain rows has its turn: see kvpc_run_gather and kvpc_run_store. */
+/* Moves so much memory that each kernel of plain rows has its turn: see kvpc_loads_of. */
 static void kernel_matrix(arena *a)
 {
     const int64_t two_loads = 16 * 2100 * int64_t(kvpc_multiprocessors());

@@ -110,42 +110,38 @@ COLLECTIVES = [
 ]
 
 # Kernels of rows: whether one of these codes is a fault. They return early, or wait only if their parameters say so.
-STORE = '_Z17kvpc_store_kernelILj1ELj2EL8kvpc_fit0EL15kvpc_dependence%dEEv10kvpc_plain'
-TAILS, MOVE = STORE.replace('fit0', 'fit2'), '_Z16kvpc_move_kernelILj8ELj2ELj1EEv'
-GATHER_ROWS = '_Z18kvpc_gather_kernelILj2EL8kvpc_fit%dEL15kvpc_dependence1EEv10kvpc_plain'
+STORE = '_Z17kvpc_store_kernelILj1ELj2EL8kvpc_fit0EEv10kvpc_plain'
+TAILS, MOVE = STORE.replace('fit0', 'fit2'), '_Z16kvpc_move_kernelILb1E10kvpc_batchILj1EEEvT0_'
+GATHER_ROWS = '_Z18kvpc_gather_kernelILj2EL8kvpc_fit%dEEv10kvpc_plain'
 LOAD_K, LOAD_V = 'LDG.E.128 R8, desc[UR4][R12.64]', 'LDG.E.128 R16, desc[UR4][R20.64]'
 SLOT, HIGH = 'LDG.E R4, desc[UR4][R4.64]', 'LDG.E R5, desc[UR6][R6.64+0x4]'
 USE, USE_HIGH = 'IMAD.IADD R14, R4, 0x1, -R0', '@P0 ISETP.NE.AND P1, PT, R5.reuse, RZ, PT'
 TO_K = 'STG.E.128 desc[UR4][R14.64], R8'
 ROW = [LOAD_K, SLOT, USE, TO_K]
-EARLY, UNASKED = 'memory before the wait', 'waits without dependent launch'
-UNKNOWN, LATE = 'whether it has to wait is unknown', 'loads rows after its slot'
+EARLY, LATE = 'memory before the wait', 'loads rows after its slot'
+UNKNOWN = 'whether it has to wait is unknown'
 OPPONENT, TURNS = '_Z17mini_store_kernelILi1152ELi2ELb1EEv12store_params', 'stores before its loads'
 ROWS = [
-    ('store waits', '', STORE % 1, 90, ['PREEXIT', '@P0 EXIT', WAIT, *ROW]),
-    ('store does not wait', EARLY, STORE % 1, 90, ['PREEXIT', '@P0 EXIT', *WIDE]),
-    ('store waits after a load', EARLY, STORE % 1, 90, ['LDG.E', WAIT, *WIDE]),
-    ('store waits after a prefetch', EARLY, STORE % 1, 90, ['CCTL.E.PF2', WAIT, *WIDE]),
-    ('store counts before it waits', EARLY, STORE % 1, 90, ['REDG.E.ADD.STRONG.GPU', WAIT, *WIDE]),
-    ('store waits only sometimes', EARLY, STORE % 1, 90, ['@!P1 ' + WAIT, *WIDE]),
-    ('store branches past the wait', EARLY, STORE % 1, 90, ['@!UP0 BRA.U', WAIT, *WIDE]),
-    ('store without dependent launch', '', STORE % 0, 90, ROW),
-    ('store without dependent launch waits', UNASKED, STORE % 0, 90, [WAIT, *WIDE]),
+    ('store waits', '', STORE, 90, ['PREEXIT', '@P0 EXIT', WAIT, *ROW]),
+    ('store does not wait', EARLY, STORE, 90, ['PREEXIT', '@P0 EXIT', *WIDE]),
+    ('store waits after a load', EARLY, STORE, 90, ['LDG.E', WAIT, *WIDE]),
+    ('store waits after a prefetch', EARLY, STORE, 90, ['CCTL.E.PF2', WAIT, *WIDE]),
+    ('store counts before it waits', EARLY, STORE, 90, ['REDG.E.ADD.STRONG.GPU', WAIT, *WIDE]),
+    ('store waits only sometimes', EARLY, STORE, 90, ['@!P1 ' + WAIT, *WIDE]),
+    ('store branches past the wait', EARLY, STORE, 90, ['@!UP0 BRA.U', WAIT, *WIDE]),
     ('a kernel that no rule knows', UNKNOWN, '_Z9kvpc_swap10kvpc_plain', 90, WIDE),
     ('a kernel of others', '', '_Z9swap_rowsPc', 90, WIDE),
-    ('store before Hopper', '', STORE % 1, 80, ROW),
-    ('late trigger waits', '', STORE % 2, 90, ['@P0 EXIT', WAIT, *ROW]),
-    ('late trigger does not wait', EARLY, STORE % 2, 90, ROW),
+    ('store before Hopper', '', STORE, 80, ROW),
     ('gather of tails waits', '', GATHER_ROWS % 2, 90, [WAIT, *WIDE, 'STG.E']),
-    ('gather of whole words stores narrowly', 'narrow stores', GATHER_ROWS % 4, 90, [WAIT, *WIDE, 'STG.E']),
-    ('store loads K and V, then its slot', '', STORE % 0, 90, [LOAD_K, LOAD_V, SLOT, HIGH, USE, USE_HIGH, TO_K]),
-    ('store loads V after its slot', '', STORE % 0, 100, [LOAD_K, SLOT, HIGH, LOAD_V, USE, USE_HIGH, TO_K]),
-    ('store loads V after it uses its slot', LATE, STORE % 0, 80, [LOAD_K, SLOT, USE, LOAD_V, TO_K]),
-    ('store of tails loads after it uses its slot', LATE, TAILS % 0, 90, [SLOT, USE, LOAD_K, TO_K, 'STG.E R4, R8']),
-    ("store loads V after it uses its slot's high word", LATE, STORE % 0, 90,
-     [LOAD_K, SLOT, HIGH, USE_HIGH, LOAD_V, USE, TO_K]),
-    ('store loads V after it stores K', LATE, STORE % 0, 90, [LOAD_K, SLOT, USE, TO_K, LOAD_V, TO_K]),
-    ('store uses no slot', LATE, STORE % 0, 90, [LOAD_K, SLOT, TO_K]),
+    ('gather of whole words stores narrowly', 'narrow stores', GATHER_ROWS % 3, 90, [WAIT, *WIDE, 'STG.E']),
+    ('store loads K and V, then its slot', '', STORE, 90, [WAIT, LOAD_K, LOAD_V, SLOT, HIGH, USE, USE_HIGH, TO_K]),
+    ('store loads V after its slot', '', STORE, 100, [WAIT, LOAD_K, SLOT, HIGH, LOAD_V, USE, USE_HIGH, TO_K]),
+    ('store loads V after it uses its slot', LATE, STORE, 80, [LOAD_K, SLOT, USE, LOAD_V, TO_K]),
+    ('store of tails loads after it uses its slot', LATE, TAILS, 90, [WAIT, SLOT, USE, LOAD_K, TO_K, 'STG.E R4, R8']),
+    ("store loads V after it uses its slot's high word", LATE, STORE, 90,
+     [WAIT, LOAD_K, SLOT, HIGH, USE_HIGH, LOAD_V, USE, TO_K]),
+    ('store loads V after it stores K', LATE, STORE, 90, [WAIT, LOAD_K, SLOT, USE, TO_K, LOAD_V, TO_K]),
+    ('store uses no slot', LATE, STORE, 90, [WAIT, LOAD_K, SLOT, TO_K]),
     ('transfer asks', '', MOVE, 90, ['@P0 EXIT', '@!P0 BRA', WAIT, *WIDE]),
     ('transfer asks on sm_120', '', MOVE, 120, ['@P0 EXIT', '@!UP0 BRA.U', WAIT, *WIDE]),
     ('transfer waits after a load', EARLY, MOVE, 90, ['@P0 BRA', 'LDG.E', WAIT, *WIDE]),
@@ -162,17 +158,15 @@ ROWS = [
 # The same in PTX. A branch to $L_9 goes to the end.
 PTX_WAIT = 'griddepcontrol.wait;'
 PTX = [
-    ('store waits', '', STORE % 1, PTX_WAIT + ' ld.global.s32 %r1, [%rd1];'),
-    ('store ends or waits', '', STORE % 1, '@%p1 bra $L_9; ' + PTX_WAIT + ' ld.global.s32 %r1, [%rd1];'),
-    ('store without dependent launch', '', STORE % 0, 'st.global.v4.u32 [%rd1], {};'),
-    ('store without dependent launch waits', UNASKED, STORE % 0, PTX_WAIT),
-    ('store loads, then waits', EARLY, STORE % 1, 'ld.volatile.global.u32 %r1, [%rd1]; ' + PTX_WAIT),
-    ('store loads from anywhere, then waits', EARLY, STORE % 1, 'ld.u32 %r1, [%rd1]; ' + PTX_WAIT),
-    ('store loads volatile, then waits', EARLY, STORE % 1, 'ld.volatile.u32 %r1, [%rd1]; ' + PTX_WAIT),
-    ('store copies, then waits', EARLY, STORE % 1, 'cp.async.ca.shared.global [%r1], [%rd1], 16; ' + PTX_WAIT),
-    ('store prefetches, does not wait', EARLY, STORE % 1, 'prefetch.global.L2 [%rd1];'),
-    ('store branches past the wait', EARLY, STORE % 1, '@%p1 bra $L_2; ' + PTX_WAIT + ' $L_2: st.u32 [%rd1], %r1;'),
-    ('store waits only sometimes', EARLY, STORE % 1, '@!%p1 ' + PTX_WAIT + ' st.global.u32 [%rd1], %r1;'),
+    ('store waits', '', STORE, PTX_WAIT + ' ld.global.s32 %r1, [%rd1];'),
+    ('store ends or waits', '', STORE, '@%p1 bra $L_9; ' + PTX_WAIT + ' ld.global.s32 %r1, [%rd1];'),
+    ('store loads, then waits', EARLY, STORE, 'ld.volatile.global.u32 %r1, [%rd1]; ' + PTX_WAIT),
+    ('store loads from anywhere, then waits', EARLY, STORE, 'ld.u32 %r1, [%rd1]; ' + PTX_WAIT),
+    ('store loads volatile, then waits', EARLY, STORE, 'ld.volatile.u32 %r1, [%rd1]; ' + PTX_WAIT),
+    ('store copies, then waits', EARLY, STORE, 'cp.async.ca.shared.global [%r1], [%rd1], 16; ' + PTX_WAIT),
+    ('store prefetches, does not wait', EARLY, STORE, 'prefetch.global.L2 [%rd1];'),
+    ('store branches past the wait', EARLY, STORE, '@%p1 bra $L_2; ' + PTX_WAIT + ' $L_2: st.u32 [%rd1], %r1;'),
+    ('store waits only sometimes', EARLY, STORE, '@!%p1 ' + PTX_WAIT + ' st.global.u32 [%rd1], %r1;'),
     ('transfer asks', '', MOVE, '@%p1 bra $L_2; ' + PTX_WAIT + ' $L_2: st.u32 [%rd1], %r1;'),
     ('transfer adds, then waits', EARLY, MOVE, '@%p1 red.add.u32 [%rd1], 1; ' + PTX_WAIT),
     ('a kernel that no rule knows', UNKNOWN, '_Z9kvpc_swap10kvpc_plain', PTX_WAIT),

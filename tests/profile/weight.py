@@ -26,17 +26,18 @@ from profile import need  # noqa: E402
 
 ARCH = 'sm_90'
 # Header, and the switches that it is compiled with.
-WEIGHED = [('kvprim_cuda.cuh', ''), ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT'), ('kvprim_nccl.h', ''),
-           ('kvprim_nccl.h', '-DKVPRIM_NO_NORM'), ('kvprim_nccl.h', '-DKVPRIM_NO_EXCHANGE'),
-           ('kvprim_nccl.h', '-DKVPRIM_NO_KERNELS')]
+WEIGHED = [('kvprim_cuda.cuh', ''), ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT'),
+           ('kvprim_cuda.cuh', '-DKVPRIM_NO_UNPACK'), ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT -DKVPRIM_NO_UNPACK'),
+           ('kvprim_nccl.h', ''), ('kvprim_nccl.h', '-DKVPRIM_NO_NORM'), ('kvprim_nccl.h', '-DKVPRIM_NO_EXCHANGE'),
+           ('kvprim_nccl.h', '-DKVPRIM_NO_NORM -DKVPRIM_NO_EXCHANGE'), ('kvprim_nccl.h', '-DKVPRIM_NO_KERNELS')]
 MACROS = {'kvprim_cuda.cuh': 'KVPRIM_IMPLEMENTATION', 'kvprim_nccl.h': 'KVPRIM_NCCL_IMPLEMENTATION'}  # kvprim.h once
 PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # The most that a header may have: lines, kernels and KB of code for sm_90 by nvcc 13.0, which is what it has. A change
 # that makes it lighter lowers them; one that needs more raises them, and its commit says what pays for that. Seconds
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
-BUDGETS = {'kvprim.h': Budget(4670, 0, 0), 'kvprim_cuda.cuh': Budget(5644, 155, 1150),
-           'kvprim_nccl.h': Budget(6405, 166, 3605)}
+BUDGETS = {'kvprim.h': Budget(4725, 0, 0), 'kvprim_cuda.cuh': Budget(5268, 81, 555),
+           'kvprim_nccl.h': Budget(6351, 166, 3605)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
