@@ -131,7 +131,7 @@ def check(cubins):
 
 def compiled(header, switches):
     """Returns the CPU seconds of `nvcc -c`, the object's bytes, and the kernels."""
-    unit = 'build/weight/%s%s' % (header.split('.')[0], switches.replace('-DKVPRIM', '').lower())
+    unit = 'build/weight/%s%s' % (header.split('.')[0], re.sub('-DKVPRIM| ', '', switches).lower())
     with open(unit + '.cu', 'w') as source:
         source.write('#define %s\n#include "%s"\n' % (MACROS[header], header))
     command = profile.NVCC.split() + ['-std=c++17', '-O3', '-arch=' + ARCH, '-I.', *switches.split(),
@@ -160,7 +160,7 @@ def weigh():
             continue
         seconds, size, kernels = compiled(header, switches)
         row = [lines_of(header), len(kernels), sum(k.bytes for k in kernels.values()) / 1024, seconds, size / 1e6]
-        print(form % (header, switches[2:], '' if switches else row[0], row[1], '%.0f' % row[2], '%.1f' % row[3],
+        print(form % (header, re.sub('-D|KVPRIM_', '', switches), '' if switches else row[0], row[1], '%.0f' % row[2], '%.1f' % row[3],
                       '%.1f' % row[4]))
         if not switches:
             sums = [a + b for a, b in zip(sums, row)]
