@@ -59,8 +59,8 @@
            >>impl_check_format    checks of a side's element type, and of its scales
            >>impl_check_side      checks of one side, its index and `rejected`
            >>impl_check_layers    overlap of layers
-           >>impl_check_scales    overlap of scales and counters with what else a conversion reads and writes
-           >>impl_check_move      checks of a whole move, and of K beside V
+           >>impl_check_areas     whether a row or a scale meets another one
+           >>impl_check_uses      one list of all that a call uses; whether two of them meet; checks of a whole move
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
            >>impl_cpu_convert     its loop for rows whose elements change their type
@@ -1080,7 +1080,7 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1) /* for the order of the code: a taken branch costs up to 2 cycles */
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
-#define KVPRIM_SELDOM __attribute__((noinline, cold)) static /* inlined, it would slow down its caller */
+#define KVPRIM_SELDOM __attribute__((noinline)) static /* inlined, it would slow down its caller */
 #else
 #define KVPRIM_LIKELY(x) (x)
 #define KVPRIM_INLINE static inline
@@ -1711,6 +1711,12 @@ static uint64_t kvpi_add(uint64_t a, uint64_t b)
     return b > kvpi_too_large || a > kvpi_too_large - b ? kvpi_too_large : a + b;
 }
 
+static int kvpi_overlap(const void *a, uint64_t a_bytes, const void *b, uint64_t b_bytes)
+{
+    const uint64_t x = (uint64_t)(uintptr_t)a, y = (uint64_t)(uintptr_t)b;
+    return x <= y ? y - x < a_bytes && b_bytes : x - y < b_bytes && a_bytes;
+}
+
 static int64_t kvpi_piece_of(const kvprim_table *t, int64_t row_bytes)
 {
     return t->heads > 1 ? row_bytes / t->heads : row_bytes;
@@ -1859,6 +1865,12 @@ static kvprim_status kvpi_fail_field(const kvprim_move *m, const kvprim_side *si
                        field, (long long)value, why, (unsigned long long)other);
 }
 
+/* A field and its value. */
+typedef struct kvpi_number {
+    const char *field;
+    int64_t value;
+} kvpi_number;
+
 static kvprim_status kvpi_not_zero(const char *function, const char *field)
 {
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is not 0: zero-initialise the structure", function, field);
@@ -1870,40 +1882,43 @@ static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
     return side->index ? side->table.rows : m->count;
 }
 
+/* One of these numbers is negative. */
+KVPRIM_SELDOM kvprim_status kvpi_fail_negative(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvprim_table *const t = &side->table;
+    const kvpi_number fields[] = {
+        {"rows", t->rows},     {"page_rows", t->page_rows},         {"heads", t->heads},
+        {"stride", t->stride}, {"page_stride", t->page_stride},     {"head_stride", t->head_stride},
+        {"bytes", t->bytes},   {"layer_stride", side->layer_stride}};
+    int k = 0;
+    while (fields[k].value >= 0)
+        k++;
+    return kvpi_fail_field(m, side, fields[k].field, fields[k].value, "less than", 0);
+}
+
 /* The fields one by one, before the defaults. */
 static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
     const int64_t row_bytes = kvpi_side_bytes(side), piece = kvpi_piece_of(t, row_bytes);
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
-    if (m->row_bytes < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
-                           (long long)m->row_bytes);
-    if (t->rows < 0)
-        return kvpi_fail_field(m, side, "rows", t->rows, "less than", 0);
+    if ((t->rows | t->page_rows | t->heads | t->stride | t->page_stride | t->head_stride | t->bytes |
+         side->layer_stride) < 0)
+        return kvpi_fail_negative(m, side);
     if (t->rows < kvpi_used_rows(m, side))
         return kvpi_fail_field(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
     if (t->rows == 0 && (t->data || side->layers || side->device_layers))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.rows is 0, but its data is set", m->names->function,
                            kvpi_name(m, side));
-    if (t->page_rows < 0)
-        return kvpi_fail_field(m, side, "page_rows", t->page_rows, "less than", 0);
-    if (t->heads < 0)
-        return kvpi_fail_field(m, side, "heads", t->heads, "less than", 0);
     if (t->heads > 1 && piece * t->heads != row_bytes)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the bytes of a row,",
                                (uint64_t)row_bytes);
     if (t->stride && t->stride < piece)
         return kvpi_fail_field(m, side, "stride", t->stride, least, (uint64_t)piece);
-    if (t->page_stride < 0 || (t->page_rows && t->page_stride && t->page_stride < piece))
+    if (t->page_rows && t->page_stride && t->page_stride < piece)
         return kvpi_fail_field(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
-    if (t->head_stride < 0 || (t->heads > 1 && t->head_stride < piece))
-        return kvpi_fail_field(m, side, "head_stride", t->head_stride, "less than the bytes of one head,",
-                               (uint64_t)piece);
-    if (t->bytes < 0)
-        return kvpi_fail_field(m, side, "bytes", t->bytes, "less than", 0);
-    if (side->layer_stride < 0)
-        return kvpi_fail_field(m, side, "layer_stride", side->layer_stride, "less than", 0);
+    if (t->heads > 1 && t->head_stride < piece)
+        return kvpi_fail_field(m, side, "head_stride", t->head_stride, least, (uint64_t)piece);
     if (t->reserved_heads | t->reserved)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field of %s is not 0: zero-initialise the structure",
                            m->names->function, kvpi_name(m, side));
@@ -2033,9 +2048,6 @@ KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
     if (m->same_cache && !kvpi_same_bytes(dst, src))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
                            function, m->names->src, m->names->dst);
-    if (m->row_bytes < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, m->names->row_bytes,
-                           (long long)m->row_bytes);
     if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
                            m->names->row_bytes, (long long)m->row_bytes);
@@ -2088,69 +2100,70 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
 static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_format *const f = side->table.format;
-    const int kind = (int)f->scale;
+    const int kind = (int)f->scale, own = f->scales != NULL, per_tile = kind == KVPRIM_SCALE_TILE;
+    const int shared = f->scale_layer_stride == KVPRIM_SCALES_SHARED && !per_tile;
     const struct {
-        const char *field;
+        const char *name;
         int64_t value;
         int is_used, is_size;
     } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, kind, 0},
-                  {"scale_power_of_two", f->scale_power_of_two, kind == KVPRIM_SCALE_TILE, 0},
+                  {"scale_power_of_two", f->scale_power_of_two, per_tile, 0},
                   {"scale_inverse", f->scale_inverse, kind, 0},
-                  {"scale_min", f->scale_min != 0, kind == KVPRIM_SCALE_TILE, 0},
+                  {"scale_min", f->scale_min != 0, per_tile, 0},
                   {"tile", f->tile, kind >= KVPRIM_SCALE_HEAD, 1},
-                  {"scales", f->scales != NULL, kind, 0},
+                  {"scales", own, kind, 0},
                   {"scale_offset", f->scale_offset, kind, 1},
                   {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD, 1},
-                  {"scale_stride", f->scale_stride, kind == KVPRIM_SCALE_TILE, 1},
-                  {"scale_page_stride", f->scale_page_stride, kind == KVPRIM_SCALE_TILE, 1},
-                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL,
-                   f->scale_layer_stride != KVPRIM_SCALES_SHARED || kind == KVPRIM_SCALE_TILE},
-                  {"scales_bytes", f->scales_bytes, f->scales != NULL, 1}};
-    for (size_t k = 0; k < sizeof fields / sizeof *fields; k++) {
-        if (fields[k].value && !fields[k].is_used)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
-                               m->names->function, kvpi_name(m, side), fields[k].field, kind,
-                               kind && !f->scales ? " in the table's memory" : "");
-        if (fields[k].is_size && fields[k].value < 0)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
-                               kvpi_name(m, side), fields[k].field, (long long)fields[k].value);
-    }
+                  {"scale_stride", f->scale_stride, per_tile, 1},
+                  {"scale_page_stride", f->scale_page_stride, per_tile, 1},
+                  {"scale_layer_stride", f->scale_layer_stride, own, !shared},
+                  {"scales_bytes", f->scales_bytes, own, 1}};
+    for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
+        if (!KVPRIM_LIKELY(fields[k].value == 0)) {
+            if (!fields[k].is_used)
+                return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
+                                   m->names->function, kvpi_name(m, side), fields[k].name, kind,
+                                   kind && !own ? " in the table's memory" : "");
+            if (fields[k].is_size && fields[k].value < 0)
+                return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
+                                   kvpi_name(m, side), fields[k].name, (long long)fields[k].value);
+        }
     return KVPRIM_OK;
 }
 
-/* A pointer that a conversion uses is aligned to `bytes`. */
+/* A pointer that a conversion uses is aligned to `bytes`, a power of two. */
 static kvprim_status kvpi_check_aligned(const kvprim_move *m, const kvprim_side *side, const char *field,
                                         const void *pointer, int32_t bytes)
 {
-    if ((uintptr_t)pointer % (uintptr_t)bytes == 0)
+    if (((uintptr_t)pointer & (uintptr_t)(bytes - 1)) == 0)
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.%s (%p) is not aligned to %d bytes", m->names->function,
                        kvpi_name(m, side), field, pointer, (int)bytes);
 }
 
-/* The same for a distance between such pointers. */
-static kvprim_status kvpi_check_multiple(const kvprim_move *m, const kvprim_side *side, const char *field,
-                                         int64_t value, int32_t bytes)
+/* The same for distances between such pointers. */
+static kvprim_status kvpi_check_multiples(const kvprim_move *m, const kvprim_side *side, const kvpi_number *d, int n,
+                                          int32_t bytes)
 {
-    return value % bytes == 0 ? KVPRIM_OK
-                              : kvpi_fail_field(m, side, field, value,
-                                                "no multiple of the bytes of an element or scale,", (uint64_t)bytes);
+    for (int k = 0; k < n; k++)
+        if (d[k].value & (bytes - 1))
+            return kvpi_fail_field(m, side, d[k].field, d[k].value, "no multiple of the bytes of an element or scale,",
+                                   (uint64_t)bytes);
+    return KVPRIM_OK;
 }
 
-/* All elements of all rows are aligned to `bytes`. The table has its defaults. */
-static kvprim_status kvpi_check_table_aligned(const kvprim_move *m, const kvprim_side *side, int32_t bytes)
+/* All elements of all rows, or all scales in their memory, are aligned to `bytes`: each layer, and `n` distances. */
+static kvprim_status kvpi_check_all_aligned(const kvprim_move *m, const kvprim_side *side, const kvpi_number *d, int n,
+                                            int32_t bytes)
 {
-    const kvprim_table *const t = &side->table;
+    const kvpi_number layers = {"layer_stride", kvpi_stacked(m, side) > 1 ? side->layer_stride : 0};
     if (bytes == 1)
         return KVPRIM_OK;
-    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", t->data, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "stride", t->stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "page_stride", t->page_rows ? t->page_stride : 0, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "head_stride", t->heads > 1 ? t->head_stride : 0, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", kvpi_stacked(m, side) > 1 ? side->layer_stride : 0, bytes));
+    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
+    KVPRIM_TRY(kvpi_check_multiples(m, side, d, n, bytes));
     for (int32_t l = 1; side->layers && l < m->layers; l++)
         KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
-    return KVPRIM_OK;
+    return kvpi_check_multiples(m, side, &layers, 1, bytes);
 }
 
 /* What can be checked of a format before its table's rows are. The table has its defaults. */
@@ -2182,7 +2195,10 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
                                 "and there are several layers: set it, or KVPRIM_SCALES_SHARED");
     if (f->scales && f->scale_dtype != KVPRIM_F8E8M0)
         KVPRIM_TRY(kvpi_check_aligned(m, side, "format.scales", f->scales, 4));
-    return kvpi_check_table_aligned(m, side, bytes);
+    const kvpi_number distances[] = {{"stride", t->stride},
+                                     {"page_stride", t->page_rows ? t->page_stride : 0},
+                                     {"head_stride", t->heads > 1 ? t->head_stride : 0}};
+    return kvpi_check_all_aligned(m, side, distances, 3, bytes);
 }
 
 /* The memory of a side's rows, or of its scales. Scales form a table, too: its heads are their tiles. */
@@ -2200,27 +2216,27 @@ static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
     return area;
 }
 
-/* Where a side's scales lie in layer 0. In the table's memory they lie in its layers. */
+/* Where a side's scales lie in layer 0. In the table's memory they lie in its layers. It copies no table: loads of what
+   was just written in other widths took a third of a check. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvprim_format f = side->format;
-    const int tiled = f.scale == KVPRIM_SCALE_TILE;
-    kvpi_area area = kvpi_rows_area(m, side);
-    kvprim_table *const t = &area.table;
-    area.written = side == &m->dst && tiled;
-    t->heads =
-        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f.dtype) / f.tile);
-    t->head_stride = f.scale_tile_stride;
-    area.row_bytes = (int64_t)t->heads * kvpi_dtype_bytes(f.scale_dtype);
-    t->stride = tiled ? f.scale_stride : area.row_bytes;
-    t->page_stride = t->page_rows ? f.scale_page_stride : 0;
-    if (!tiled)
-        t->page_rows = 0, t->rows = area.rows = 1;
-    if (f.scales)
-        area.layers = m->layers, area.layer_stride = f.scale_layer_stride, t->data = f.scales;
-    else
-        t->data = t->data ? (char *)t->data + f.scale_offset : NULL;
-    return area;
+    const kvprim_table *const t = &side->table;
+    const kvprim_format *const f = &side->format;
+    const int tiled = f->scale == KVPRIM_SCALE_TILE;
+    char *const inside = t->data ? (char *)t->data + f->scale_offset : NULL;
+    kvpi_area a;
+    a.table.heads =
+        f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f->dtype) / f->tile);
+    a.row_bytes = (int64_t)a.table.heads * kvpi_dtype_bytes(f->scale_dtype);
+    a.table.data = f->scales ? f->scales : inside;
+    a.table.head_stride = f->scale_tile_stride;
+    a.table.rows = tiled ? t->rows : 1, a.rows = tiled ? kvpi_used_rows(m, side) : 1;
+    a.table.stride = tiled ? f->scale_stride : a.row_bytes;
+    a.table.page_rows = tiled ? t->page_rows : 0, a.table.page_stride = a.table.page_rows ? f->scale_page_stride : 0;
+    a.layers = f->scales ? m->layers : (int32_t)kvpi_stacked(m, side);
+    a.layer_stride = f->scales ? f->scale_layer_stride : side->layer_stride;
+    a.written = side == &m->dst && tiled;
+    return a;
 }
 
 /* From an area's first byte to its last, of one layer or of all. */
@@ -2230,48 +2246,36 @@ static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
     return reach ? kvpi_add(reach, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride)) : 0;
 }
 
-/* All scales are aligned. The side has its layer stride. */
-static kvprim_status kvpi_check_scales_aligned(const kvprim_move *m, const kvprim_side *side, const kvprim_format *f)
-{
-    const int32_t bytes = kvpi_dtype_bytes(f->scale_dtype);
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_offset", f->scale_offset, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_tile_stride", f->scale_tile_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_stride", f->scale_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_page_stride", f->scale_page_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_layer_stride", f->scale_layer_stride, bytes));
-    if (f->scales)
-        return KVPRIM_OK; /* kvpi_check_format() has looked at it */
-    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
-    if (kvpi_stacked(m, side) > 1)
-        KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
-    for (int32_t l = 1; side->layers && l < m->layers; l++)
-        KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
-    return KVPRIM_OK;
-}
-
 /* Scales are aligned, lie apart from each other if they are written, and inside their table's memory if its size is
    known. If they lie in the table's memory, they extend the side's bytes and the default layer stride. */
 KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
 {
-    const kvprim_format f = side->format;
-    const int32_t bytes = kvpi_dtype_bytes(f.scale_dtype);
+    const kvprim_format *const f = &side->format;
+    const int32_t bytes = kvpi_dtype_bytes(f->scale_dtype);
     kvpi_area a = kvpi_scales_area(m, side);
-    const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f.scale_offset;
+    const int64_t used_rows = a.rows;
+    const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f->scale_offset;
     const uint64_t page_rows = a.table.page_rows ? (uint64_t)a.table.page_rows : rows;
     kvpi_loop loops[4] = {
         {"format.scale_tile_stride", (uint64_t)a.table.head_stride, (uint64_t)a.table.heads},
         {"format.scale_stride", (uint64_t)a.table.stride, page_rows < rows ? page_rows : rows},
-        {"format.scale_page_stride", (uint64_t)a.table.page_stride, (rows - 1) / page_rows + 1},
-        {f.scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
-    kvpi_area all = a;
-    all.rows = a.table.rows;
-    if (!f.scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&all, 1)) > (uint64_t)side->layer_stride) {
-        side->layer_stride = (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* they lie behind all rows */
-        all.layer_stride = a.layer_stride = side->layer_stride;
+        {"format.scale_page_stride", (uint64_t)a.table.page_stride, page_rows < rows ? (rows - 1) / page_rows + 1 : 1},
+        {f->scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
+    const kvpi_number distances[] = {{"format.scale_offset", f->scale_offset},
+                                     {"format.scale_tile_stride", f->scale_tile_stride},
+                                     {"format.scale_stride", f->scale_stride},
+                                     {"format.scale_page_stride", f->scale_page_stride},
+                                     {"format.scale_layer_stride", f->scale_layer_stride}};
+    a.rows = a.table.rows;
+    if (!f->scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&a, 1)) > (uint64_t)side->layer_stride) {
+        a.layer_stride = side->layer_stride =
+            (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* after all rows */
         loops[3].stride = (uint64_t)a.layer_stride;
     }
-    KVPRIM_TRY(kvpi_check_scales_aligned(m, side, &f));
-    const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&all, a.layers));
+    /* where `scales` is set, kvpi_check_format() has looked at it */
+    KVPRIM_TRY(f->scales ? kvpi_check_multiples(m, side, distances, 5, bytes)
+                         : kvpi_check_all_aligned(m, side, distances, 5, bytes));
+    const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&a, a.layers));
     if (reach >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes its scales reach further than",
                                kvpi_too_large);
@@ -2279,13 +2283,14 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
         uint64_t span;
         KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)bytes, &span));
     }
-    if (f.scales && f.scales_bytes && reach > (uint64_t)f.scales_bytes)
-        return kvpi_fail_field(m, side, "format.scales_bytes", f.scales_bytes, "but its scales reach", reach);
-    if (f.scales)
+    if (f->scales && f->scales_bytes && reach > (uint64_t)f->scales_bytes)
+        return kvpi_fail_field(m, side, "format.scales_bytes", f->scales_bytes, "but its scales reach", reach);
+    if (f->scales)
         return KVPRIM_OK;
     if (side->table.bytes && reach > (uint64_t)side->table.bytes)
         return kvpi_fail_field(m, side, "bytes", side->table.bytes, "but its scales reach", reach);
-    const uint64_t used = a.rows ? kvpi_add(offset, kvpi_area_bytes(&a, 1)) : 0;
+    a.rows = used_rows;
+    const uint64_t used = used_rows ? kvpi_add(offset, kvpi_area_bytes(&a, 1)) : 0;
     side->bytes = used > side->bytes ? used : side->bytes;
     return KVPRIM_OK;
 }
@@ -2333,6 +2338,11 @@ typedef struct kvpi_aligned_i64 {
     int64_t i64;
 } kvpi_aligned_i64;
 
+static size_t kvpi_index_align(kvprim_index_type type)
+{
+    return type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4;
+}
+
 static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
 {
     const char *const function = m->names->function, *const name = kvpi_index_name(m, side);
@@ -2342,9 +2352,6 @@ static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
     if (type != KVPRIM_I32 && type != KVPRIM_I64)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
                            name, (int)type);
-    if ((uintptr_t)side->index % (type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4) != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, name,
-                           side->index);
     if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
                            (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
@@ -2354,32 +2361,9 @@ static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
     return KVPRIM_OK;
 }
 
-static int kvpi_overlap(const void *a, uint64_t a_bytes, const void *b, uint64_t b_bytes)
-{
-    const uint64_t x = (uint64_t)(uintptr_t)a, y = (uint64_t)(uintptr_t)b;
-    return x <= y ? y - x < a_bytes && b_bytes : x - y < b_bytes && a_bytes;
-}
+/* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
 
-/* Some bytes and what an error calls them. */
-typedef struct kvpi_bytes {
-    const char *name;
-    const void *data;
-    uint64_t bytes;
-} kvpi_bytes;
-
-static kvprim_status kvpi_fail_overlap(const char *function, kvpi_bytes a, kvpi_bytes b, const char *advice)
-{
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s (%p, %llu bytes) overlaps %s (%p, %llu bytes)%s", function, a.name,
-                       a.data, (unsigned long long)a.bytes, b.name, b.data, (unsigned long long)b.bytes, advice);
-}
-
-/* The hull of a side: from the lowest byte of all layers to the highest. Empty with device layers, which
-   are not known here. */
-typedef struct kvpi_hull {
-    const void *data;
-    uint64_t bytes;
-    int ascends; /* each layer starts after the one before it */
-} kvpi_hull;
+enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
 /* Whether each layer starts after the one before it. Has no branch, so that compilers use vectors. Addresses from 2^63
    on count as not ascending, which only takes longer to check. */
@@ -2392,65 +2376,6 @@ static int kvpi_array_ascends(void *const *layers, int32_t n)
     }
     return (less & ~high) >> 63 != 0;
 }
-
-static kvpi_hull kvpi_hull_of(const kvprim_move *m, const kvprim_side *side)
-{
-    const kvpi_hull unknown = {NULL, 0, 1};
-    if (side->device_layers)
-        return unknown;
-    const char *first = kvprim_side_layer(side, 0), *last = kvprim_side_layer(side, m->layers - 1);
-    const int ascends =
-        side->layers ? kvpi_array_ascends(side->layers, m->layers) : m->layers == 1 || side->layer_stride > 0;
-    for (int32_t l = 0; !ascends && l < m->layers; l++) {
-        const char *const data = kvprim_side_layer(side, l);
-        first = data < first ? data : first;
-        last = data > last ? data : last;
-    }
-    const kvpi_hull hull = {first, side->bytes ? (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes : 0,
-                            ascends};
-    return hull;
-}
-
-/* Some bytes lie outside the rows of every layer of a side. */
-static kvprim_status kvpi_check_outside(const kvprim_move *m, const kvprim_side *side, const kvpi_hull *hull,
-                                        const char *name, const void *data, uint64_t bytes)
-{
-    if (KVPRIM_LIKELY(!kvpi_overlap(hull->data, hull->bytes, data, bytes)))
-        return KVPRIM_OK;
-    for (int32_t l = 0; l < m->layers; l++) {
-        const char *const layer = kvprim_side_layer(side, l);
-        if (kvpi_overlap(layer, side->bytes, data, bytes)) {
-            const kvpi_bytes a = {name, data, bytes}, b = {kvpi_name(m, side), layer, side->bytes};
-            return kvpi_fail_overlap(m->names->function, a, b, "");
-        }
-    }
-    return KVPRIM_OK;
-}
-
-/* The GPU adds to *rejected while it reads and writes the rest. */
-static kvprim_status kvpi_check_rejected(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
-{
-    if (!m->rejected)
-        return KVPRIM_OK;
-    if ((uintptr_t)m->rejected % 4 != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: rejected (%p) is not aligned to 4 bytes", m->names->function,
-                           (void *)m->rejected);
-    KVPRIM_TRY(kvpi_check_outside(m, &m->dst, dst, "rejected", m->rejected, 4));
-    KVPRIM_TRY(kvpi_check_outside(m, &m->src, src, "rejected", m->rejected, 4));
-    for (int k = 0; k < 2; k++) {
-        const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (side->index && kvpi_overlap(m->rejected, 4, side->index, kvpi_index_bytes(m, side))) {
-            const kvpi_bytes a = {"rejected", m->rejected, 4},
-                             b = {kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)};
-            return kvpi_fail_overlap(m->names->function, a, b, "");
-        }
-    }
-    return KVPRIM_OK;
-}
-
-/* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
-
-enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
 /* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
    mostly form few runs: all of K, then all of V. */
@@ -2546,25 +2471,19 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
     return KVPRIM_OK;
 }
 
-/* No layer of dst overlaps a layer of src, or is the same as another layer of dst. Most calls end at once: dst ascends,
-   and all of it lies apart from all of src. */
-static kvprim_status kvpi_check_layers(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+/* `ascends`: the layers of dst are in order, so none is the same as another. Otherwise they are sorted. Then, with
+   `apart`, no layer of dst overlaps a layer of src; or else no layer of dst is the same as another. */
+KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int ascends, int apart)
 {
     uint64_t layers[kvpi_sorted_layers], merged[kvpi_sorted_layers];
-    const int apart = m->same_cache || !kvpi_overlap(dst->data, dst->bytes, src->data, src->bytes);
-    if (dst->bytes == 0 || (dst->ascends && apart))
-        return KVPRIM_OK;
     for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
         const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
         for (int32_t k = 0; k < n; k++) { /* if K's and V's layers alternate, every other one makes two ordered runs */
-            const int32_t at = dst->ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
+            const int32_t at = ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
             layers[at] = kvpi_layer_address(&m->dst, l + k);
         }
-        const uint64_t *const sorted = dst->ascends ? layers : kvpi_sort(layers, merged, n);
-        if (!dst->ascends)
-            KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
-        if (!apart)
-            KVPRIM_TRY(kvpi_check_layers_apart(m, sorted, n));
+        const uint64_t *const sorted = ascends ? layers : kvpi_sort(layers, merged, n);
+        KVPRIM_TRY(apart ? kvpi_check_layers_apart(m, sorted, n) : kvpi_check_layers_differ(m, sorted, n, l + n));
     }
     return KVPRIM_OK;
 }
@@ -2598,7 +2517,7 @@ static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
     return KVPRIM_OK;
 }
 
-/* >>impl_check_scales -- overlap of scales and counters with what else a conversion reads and writes */
+/* >>impl_check_areas -- whether a row or a scale of one area shares a byte with one of another */
 
 typedef struct kvpi_step {
     int64_t stride, n;
@@ -2687,8 +2606,6 @@ static int kvpi_any_meet(int64_t delta, kvpi_pieces a, kvpi_pieces b, int *budge
 
 static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b, int *budget)
 {
-    if (!kvpi_overlap(a->table.data, kvpi_area_bytes(a, a->layers), b->table.data, kvpi_area_bytes(b, b->layers)))
-        return 0;
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->table.data - (uint64_t)(uintptr_t)a->table.data);
     kvpi_pieces x[2], y[2];
     const int x_parts = kvpi_parts_of(a, x), y_parts = kvpi_parts_of(b, y);
@@ -2705,151 +2622,183 @@ enum {
     kvpi_pair_budget = 1 << 12  /* the same for K beside V: about 60 us */
 };
 
-/* Scales of one side lie apart from rows or scales of the same or of another side. */
-static kvprim_status kvpi_check_areas(const char *function, const char *scales_of, const kvpi_area *scales,
-                                      const char *kind, const char *other_of, const kvpi_area *other, int *budget)
+/* >>impl_check_uses -- whether two things that a call uses meet, and it writes one of them */
+
+/* Errors name the later of two kinds first. */
+typedef enum kvpi_use_kind {
+    kvpi_src_rows,
+    kvpi_dst_rows,
+    kvpi_array,
+    kvpi_layer_array,
+    kvpi_scales,
+    kvpi_counter,
+    kvpi_nans
+} kvpi_use_kind;
+
+/* Something that a call reads or writes. */
+typedef struct kvpi_use {
+    const char *name;
+    const void *data;
+    uint64_t bytes; /* from the lowest byte to the highest: rows and scales have gaps */
+    kvpi_use_kind kind;
+    int written, align;      /* align: bytes, a power of two */
+    int ascends;             /* rows: each layer starts after the one before it */
+    const kvprim_move *move; /* rows and scales: whose they are */
+    const kvprim_side *side;
+} kvpi_use;
+
+enum { kvpi_most_uses = 16 }; /* a store that converts K and V has 13 */
+
+typedef struct kvpi_uses {
+    int count;
+    kvpi_use use[kvpi_most_uses];
+} kvpi_uses;
+
+/* What is NULL is not used. */
+KVPRIM_INLINE kvpi_use *kvpi_add_use(kvpi_uses *u, kvpi_use_kind kind, int written, const char *name, const void *data,
+                                     uint64_t bytes, size_t align)
 {
-    char name[64], other_name[64];
-    if ((!scales->written && !other->written) || !kvpi_areas_meet(scales, other, budget))
-        return KVPRIM_OK;
-    (void)snprintf(name, sizeof name, "a scale of %s", scales_of);
-    (void)snprintf(other_name, sizeof other_name, "a %s of %s", kind, other_of);
-    const kvpi_bytes a = {name, scales->table.data, kvpi_area_bytes(scales, scales->layers)},
-                     b = {other_name, other->table.data, kvpi_area_bytes(other, other->layers)};
-    return kvpi_fail_overlap(function, a, b, "");
+    kvpi_use *const use = &u->use[u->count];
+    u->count += data != NULL;
+    use->name = name, use->data = data, use->bytes = bytes;
+    use->kind = kind, use->written = written, use->align = (int)align;
+    return use;
 }
 
-/* Each layer of an array of layers is an area of its own. */
-static kvprim_status kvpi_check_scales_beside_rows(const kvprim_move *m, const kvprim_side *side)
+/* What an error says after a use's name. */
+static const char *kvpi_use_field(const kvpi_use *use)
 {
-    kvpi_area scales = kvpi_scales_area(m, side), rows = kvpi_rows_area(m, side);
-    const int32_t layers = side->layers && side->format.scales ? m->layers : 1;
-    int budget = kvpi_meet_budget + 16 * layers;
-    if (rows.rows == 0 || !rows.table.data)
+    return use->kind == kvpi_layer_array ? "_device_layers"
+           : use->kind == kvpi_scales    ? ".format.scales"
+           : use->kind == kvpi_nans      ? ".format.nans"
+                                         : "";
+}
+
+static kvprim_status kvpi_fail_overlap(const char *function, const kvpi_use *a, const kvpi_use *b, const char *advice)
+{
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s%s (%p, %llu bytes) overlaps %s%s (%p, %llu bytes)%s", function,
+                       a->name, kvpi_use_field(a), a->data, (unsigned long long)a->bytes, b->name, kvpi_use_field(b),
+                       b->data, (unsigned long long)b->bytes, advice);
+}
+
+/* Rows and scales of what a move writes, which may interleave: they are compared one by one. With an array of layers,
+   each layer is an area of its own; scales in the table's memory then lie in each of them in the same way. */
+static kvprim_status kvpi_check_areas(const char *function, const kvpi_use *a, const kvpi_use *b)
+{
+    const int a_rows = a->kind == kvpi_dst_rows, b_rows = b->kind == kvpi_dst_rows;
+    const kvpi_area x = a_rows ? kvpi_rows_area(a->move, a->side) : kvpi_scales_area(a->move, a->side);
+    kvpi_area y = b_rows ? kvpi_rows_area(b->move, b->side) : kvpi_scales_area(b->move, b->side);
+    const int32_t layers = b->side->layers && a->side->format.scales ? b->move->layers : 1;
+    int budget = a_rows ? (int)kvpi_pair_budget : kvpi_meet_budget + 16 * layers, meet = 0;
+    for (int32_t l = 0; l < layers && !meet; l++) {
+        y.table.data = l > 0 ? kvprim_side_layer(b->side, l) : y.table.data;
+        if (layers == 1 || kvpi_overlap(a->data, a->bytes, y.table.data, b->side->bytes))
+            meet = kvpi_areas_meet(&x, &y, &budget);
+    }
+    if (meet && a_rows && budget < 0) /* too many steps: then only row 0 of K and of V are compared */
+        meet = kvpi_overlap(x.table.data, (uint64_t)kvpi_piece_of(&x.table, x.row_bytes), y.table.data,
+                            (uint64_t)kvpi_piece_of(&y.table, y.row_bytes));
+    return !meet ? KVPRIM_OK
+                 : kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                               "%s: a %s of %s (%p, %llu bytes) overlaps a %s of %s (%p, %llu bytes)", function,
+                               a_rows ? "row" : "scale", a->name, a->data, (unsigned long long)a->bytes,
+                               b_rows ? "row" : "scale", b->name, y.table.data,
+                               (unsigned long long)kvpi_area_bytes(&y, y.layers));
+}
+
+/* Two uses that may meet, as their bytes overlap, gaps included. a's kind is the later one. */
+KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use *a, const kvpi_use *b)
+{
+    const kvprim_move *const m = b->kind <= kvpi_dst_rows || b->kind == kvpi_scales ? b->move : NULL;
+    const int both_rows = a->kind == kvpi_dst_rows && b->kind == kvpi_src_rows && a->move == m;
+    const int in_cache = b->kind == kvpi_dst_rows || (b->kind == kvpi_scales && b->side == &m->dst);
+    const int scales = a->kind == kvpi_scales && a->side == &a->move->dst;
+    if ((both_rows && m->same_cache) || (a->kind == kvpi_nans && b->kind == kvpi_nans)) /* K and V may count together */
         return KVPRIM_OK;
-    for (int32_t l = 0; l < layers; l++) {
-        rows.table.data = kvprim_side_layer(side, l);
-        KVPRIM_TRY(kvpi_check_areas(m->names->function, kvpi_name(m, side), &scales, "row", kvpi_name(m, side), &rows,
-                                    &budget));
+    if (both_rows && m->layers > 1)
+        return kvpi_check_layers(m, a->ascends, 1);
+    if (in_cache && (scales || a->kind == kvpi_dst_rows))
+        return kvpi_check_areas(function, a, b);
+    if ((scales && !a->side->format.scales) || (b->kind == kvpi_scales && !b->side->format.scales))
+        return KVPRIM_OK; /* of these, rows in the same memory have the bytes */
+    kvpi_use layer = *b;
+    for (int32_t l = 0; b->kind <= kvpi_dst_rows && l < m->layers; l++) {
+        layer.data = kvprim_side_layer(b->side, l), layer.bytes = b->side->bytes;
+        if (kvpi_overlap(a->data, a->bytes, layer.data, layer.bytes))
+            break;
+        if (l + 1 == m->layers)
+            return KVPRIM_OK;
+    }
+    const int transfer = both_rows && m->names->dst_index && m->names->src_index && a->data == b->data;
+    return kvpi_fail_overlap(function, a, &layer, transfer ? "; to copy rows inside one cache set same_cache" : "");
+}
+
+/* Checks the uses from `first` on, beside each other and beside those before. */
+static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, int first)
+{
+    for (int i = first; i < u->count; i++) {
+        const kvpi_use *const a = &u->use[i];
+        if (!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0))
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s%s (%p) is not aligned to %d bytes", function, a->name,
+                               kvpi_use_field(a), a->data, a->align);
+        for (const kvpi_use *b = u->use; b < a; b++)
+            if ((a->written | b->written) && !KVPRIM_LIKELY(!kvpi_overlap(a->data, a->bytes, b->data, b->bytes)))
+                KVPRIM_TRY(a->kind >= b->kind ? kvpi_check_pair(function, a, b) : kvpi_check_pair(function, b, a));
     }
     return KVPRIM_OK;
 }
 
-/* Some bytes lie outside everything that the move writes; if it writes them, also outside everything that it reads.
-   Rows and scales of the side `own` are not looked at. */
-static kvprim_status kvpi_check_bytes_apart(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src,
-                                            kvpi_bytes bytes, const kvprim_side *own, int written)
+/* From the lowest byte of all layers, *first, to the highest layer, *last. Returns whether each starts after the one
+   before it. */
+static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char **first, const char **last)
 {
-    for (int k = 0; k < 2; k++) {
-        const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (side == own || (k && !written))
-            continue;
-        KVPRIM_TRY(kvpi_check_outside(m, side, k ? src : dst, bytes.name, bytes.data, bytes.bytes));
-        if (side->format.scales) {
-            const kvpi_area scales = kvpi_scales_area(m, side);
-            const kvpi_bytes other = {"scales", scales.table.data, kvpi_area_bytes(&scales, scales.layers)};
-            if ((written || scales.written) && kvpi_overlap(bytes.data, bytes.bytes, other.data, other.bytes))
-                return kvpi_fail_overlap(m->names->function, bytes, other, "");
-        }
+    const int32_t n = m->layers;
+    *last = kvprim_side_layer(side, n - 1);
+    if (side->layers ? kvpi_array_ascends(side->layers, n) : side->layer_stride > 0)
+        return 1;
+    for (int32_t l = 0; l < n; l++) {
+        const char *const data = kvprim_side_layer(side, l);
+        *first = data < *first ? data : *first;
+        *last = data > *last ? data : *last;
     }
-    for (int k = 0; k < 2 && written; k++) {
-        const kvprim_side *const side = k ? &m->src : &m->dst;
-        const kvpi_bytes index = {kvpi_index_name(m, side), side->index, side->index ? kvpi_index_bytes(m, side) : 0};
-        const kvpi_bytes array = {k ? "src_device_layers" : "dst_device_layers", side->device_layers,
-                                  side->device_layers ? (uint64_t)m->layers * sizeof(void *) : 0};
-        if (kvpi_overlap(bytes.data, bytes.bytes, index.data, index.bytes))
-            return kvpi_fail_overlap(m->names->function, bytes, index, "");
-        if (kvpi_overlap(bytes.data, bytes.bytes, array.data, array.bytes))
-            return kvpi_fail_overlap(m->names->function, bytes, array, "");
-    }
-    return KVPRIM_OK;
+    return 0;
 }
 
-/* "k_cache.format.scales", for errors. With snprintf() this took half of a check. */
-static const char *kvpi_join(char *name, const char *side, const char *field)
+/* A side's rows. Its device layers are not known here. */
+KVPRIM_INLINE kvprim_status kvpi_add_rows(kvpi_uses *u, const kvprim_move *m, const kvprim_side *side)
 {
-    const size_t n = strlen(side);
-    memcpy(name, side, n);
-    memcpy(name + n, field, strlen(field) + 1);
-    return name;
+    const int written = side == &m->dst;
+    const char *first = (const char *)side->table.data, *last = first;
+    const int ascends = m->layers == 1 || kvpi_hull(m, side, &first, &last);
+    const uint64_t bytes = (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes;
+    kvpi_use *const use = kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first,
+                                       side->bytes ? bytes : 0, 1);
+    use->move = m, use->side = side, use->ascends = ascends;
+    return written && !ascends && side->bytes ? kvpi_check_layers(m, 0, 0) : KVPRIM_OK;
 }
 
-/* Scales and counters lie apart from what else the move uses. */
-KVPRIM_SELDOM kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+/* A side's scales. Those that are only read and lie in the table's memory are among the bytes of its rows. */
+KVPRIM_SELDOM void kvpi_add_scales(kvpi_uses *u, const kvprim_move *m, const kvprim_side *side)
 {
-    const char *const function = m->names->function;
-    char name[64];
-    for (int k = 0; k < 2; k++) {
-        const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (!side->format.scale || side->table.rows == 0)
-            continue;
-        const kvpi_area scales = kvpi_scales_area(m, side);
-        const uint64_t bytes = kvpi_area_bytes(&scales, scales.layers);
-        if (side == &m->dst)
-            KVPRIM_TRY(kvpi_check_scales_beside_rows(m, side));
-        if (!side->format.scales)
-            continue;
-        const kvpi_bytes own = {kvpi_join(name, kvpi_name(m, side), ".format.scales"), scales.table.data, bytes};
-        const kvpi_bytes rejected = {"rejected", m->rejected, 4};
-        KVPRIM_TRY(kvpi_check_bytes_apart(m, dst, src, own, side, scales.written));
-        if (m->rejected && kvpi_overlap(own.data, own.bytes, rejected.data, rejected.bytes))
-            return kvpi_fail_overlap(function, rejected, own, "");
-    }
-    const void *const nans = m->dst.format.nans;
-    if (!nans)
-        return KVPRIM_OK;
-    KVPRIM_TRY(kvpi_check_aligned(m, &m->dst, "format.nans", nans, 4));
-    const kvpi_bytes counter = {kvpi_join(name, m->names->dst, ".format.nans"), nans, 4},
-                     rejected = {"rejected", m->rejected, 4};
-    if (m->rejected && kvpi_overlap(nans, 4, m->rejected, 4))
-        return kvpi_fail_overlap(function, counter, rejected, "");
-    return kvpi_check_bytes_apart(m, dst, src, counter, NULL, 1);
+    if (!side->format.scales && side != &m->dst)
+        return;
+    const kvpi_area a = kvpi_scales_area(m, side);
+    kvpi_use *const use =
+        kvpi_add_use(u, kvpi_scales, a.written, kvpi_name(m, side), a.table.data, kvpi_area_bytes(&a, a.layers), 1);
+    use->move = m, use->side = side;
 }
 
-/* >>impl_check_move ------------------------------------------------------------------------------------------------ */
-
-static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a, const char *a_name,
-                                      const kvprim_side *b, const char *b_name)
+/* Checks a move by itself and beside the moves whose uses `u` holds, and fills in all its defaults. */
+static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u)
 {
-    const kvpi_bytes x = {a_name, a->table.data, a->bytes}, y = {b_name, b->table.data, b->bytes};
-    if (!kvpi_overlap(x.data, x.bytes, y.data, y.bytes))
-        return KVPRIM_OK;
-    const int transfer = m->names->dst_index && m->names->src_index;
-    return kvpi_fail_overlap(m->names->function, x, y,
-                             transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
-}
-
-/* An array of device layers must not overlap what the move writes, nor serve both sides of two caches. */
-static kvprim_status kvpi_check_device_layers(const kvprim_move *m, const kvpi_hull *dst)
-{
-    for (int k = 0; k < 2; k++) {
-        const char *const name = k ? "src_device_layers" : "dst_device_layers";
-        const void *const array = k ? m->src.device_layers : m->dst.device_layers;
-        const uint64_t bytes = (uint64_t)m->layers * sizeof(void *);
-        if (!array)
-            continue;
-        KVPRIM_TRY(kvpi_check_outside(m, &m->dst, dst, name, array, bytes));
-        if (m->rejected && kvpi_overlap(m->rejected, 4, array, bytes)) {
-            const kvpi_bytes a = {"rejected", m->rejected, 4}, b = {name, array, bytes};
-            return kvpi_fail_overlap(m->names->function, a, b, "");
-        }
-    }
-    if (m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache)
-        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                           "%s: dst_device_layers and src_device_layers are both %p; to copy rows inside one cache set "
-                           "same_cache",
-                           m->names->function, (const void *)m->dst.device_layers);
-    return KVPRIM_OK;
-}
-
-/* Fills in all defaults. */
-static kvprim_status kvpi_check_move(kvprim_move *m)
-{
-    const int known = !m->dst.device_layers && !m->src.device_layers;
+    const int before = u->count;
     if (m->dst.index)
         KVPRIM_TRY(kvpi_check_index(m, &m->dst));
     if (m->src.index)
         KVPRIM_TRY(kvpi_check_index(m, &m->src));
+    if (m->row_bytes < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
+                           (long long)m->row_bytes);
     m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes;
     if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
@@ -2857,71 +2806,24 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
     KVPRIM_TRY(kvpi_check_side(m, &m->src));
     if (m->same_cache)
         KVPRIM_TRY(kvpi_check_same_cache(m));
-    const kvpi_hull dst = kvpi_hull_of(m, &m->dst), src = kvpi_hull_of(m, &m->src);
-    if (m->layers > 1)
-        KVPRIM_TRY(kvpi_check_layers(m, &dst, &src));
-    else if (!m->same_cache && known)
-        KVPRIM_TRY(kvpi_check_apart(m, &m->dst, m->names->dst, &m->src, m->names->src));
-    if (!known)
-        KVPRIM_TRY(kvpi_check_device_layers(m, &dst));
+    KVPRIM_TRY(kvpi_add_rows(u, m, &m->dst));
+    KVPRIM_TRY(kvpi_add_rows(u, m, &m->src));
     for (int k = 0; k < 2; k++) {
         const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (side->index)
-            KVPRIM_TRY(
-                kvpi_check_outside(m, &m->dst, &dst, kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)));
+        if (side->index && before == 0) /* K and V have the same slots */
+            (void)kvpi_add_use(u, kvpi_array, 0, kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side),
+                               kvpi_index_align(side->index_type));
+        if (side->device_layers)
+            (void)kvpi_add_use(u, kvpi_layer_array, 0, kvpi_name(m, side), side->device_layers,
+                               (uint64_t)m->layers * sizeof(void *), sizeof(void *));
+        if (!KVPRIM_LIKELY(!side->format.scale))
+            kvpi_add_scales(u, m, side);
     }
-    if (!KVPRIM_LIKELY(!m->dst.format.dtype))
-        KVPRIM_TRY(kvpi_check_conversion(m, &dst, &src));
-    return kvpi_check_rejected(m, &dst, &src);
-}
-
-/* Scales and counters of K lie apart from what V's move uses, or those of V from what K's uses. */
-KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
-{
-    const kvprim_format *const f = &m->dst.format, *const g = &other->dst.format;
-    const kvpi_hull dst = kvpi_hull_of(other, &other->dst), src = kvpi_hull_of(other, &other->src);
-    char name[64];
-    int budget = kvpi_meet_budget;
-    if (f->scale && m->dst.table.rows > 0) {
-        const kvpi_area scales = kvpi_scales_area(m, &m->dst), rows = kvpi_rows_area(other, &other->dst);
-        KVPRIM_TRY(
-            kvpi_check_areas(m->names->function, m->names->dst, &scales, "row", other->names->dst, &rows, &budget));
-        if (g->scale) {
-            const kvpi_area others = kvpi_scales_area(other, &other->dst);
-            KVPRIM_TRY(kvpi_check_areas(m->names->function, m->names->dst, &scales, "scale", other->names->dst, &others,
-                                        &budget));
-        }
-        const kvpi_bytes own = {kvpi_join(name, m->names->dst, ".format.scales"), scales.table.data,
-                                kvpi_area_bytes(&scales, 1)};
-        if (f->scales && scales.written)
-            KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, &other->dst, 1));
-    }
-    if (m->src.format.scales && m->src.table.rows > 0) {
-        const kvpi_area scales = kvpi_scales_area(m, &m->src);
-        const kvpi_bytes own = {kvpi_join(name, m->names->src, ".format.scales"), scales.table.data,
-                                kvpi_area_bytes(&scales, 1)};
-        KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, NULL, 0));
-    }
-    const kvpi_bytes nans = {kvpi_join(name, m->names->dst, ".format.nans"), f->nans, 4};
-    return f->nans ? kvpi_check_bytes_apart(other, &dst, &src, nans, NULL, 1) : KVPRIM_OK;
-}
-
-/* K and V caches may interleave, but no row of one overlaps a row of the other. */
-static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
-{
-    const kvprim_side *const k = &m[0].dst, *const v = &m[1].dst;
-    const kvprim_table *const a = &k->table, *const b = &v->table;
-    if (a->rows == 0 || !kvpi_overlap(a->data, k->bytes, b->data, v->bytes))
-        return KVPRIM_OK;
-    const kvpi_area k_rows = kvpi_rows_area(&m[0], k), v_rows = kvpi_rows_area(&m[1], v);
-    const int64_t k_piece = kvpi_side_bytes(k) / a->heads, v_piece = kvpi_side_bytes(v) / b->heads;
-    int budget = kvpi_pair_budget;
-    if (!kvpi_areas_meet(&k_rows, &v_rows, &budget) ||
-        (budget < 0 && !kvpi_overlap(a->data, (uint64_t)k_piece, b->data, (uint64_t)v_piece)))
-        return KVPRIM_OK; /* strides that have nothing in common may need too many steps: then only row 0 is compared */
-    const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
-                     y = {"a row of k_cache", a->data, (uint64_t)k_piece};
-    return kvpi_fail_overlap("kvprim_store", x, y, "");
+    if (m->dst.format.nans)
+        (void)kvpi_add_use(u, kvpi_nans, 1, m->names->dst, m->dst.format.nans, 4, 4);
+    if (m->rejected)
+        (void)kvpi_add_use(u, kvpi_counter, 1, "rejected", m->rejected, 4, 4);
+    return kvpi_check_uses(m->names->function, u, before);
 }
 
 /* >>impl_moves ----------------------------------------------------------------------------------------------------- */
@@ -2971,24 +2873,9 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather: index is NULL");
     if (d->reserved_index | d->reserved)
         return kvpi_not_zero("kvprim_gather", "a reserved field");
-    return kvpi_check_move(m);
-}
-
-/* Checks V, and K against V. Both have the same slots, which count once. */
-static kvprim_status kvpi_check_k_and_v(kvprim_move *m, const kvprim_store_desc *d)
-{
-    KVPRIM_TRY(kvpi_check_move(&m[1]));
-    KVPRIM_TRY(kvpi_check_apart(m, &m[0].dst, "k_cache", &m[1].src, "v"));
-    KVPRIM_TRY(kvpi_check_apart(m, &m[1].dst, "v_cache", &m[0].src, "k"));
-    if (d->v_cache.rows != d->k_cache.rows)
-        return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
-                               (uint64_t)d->k_cache.rows);
-    m[1].rejected = NULL; /* one slot counts once */
-    if (m[0].dst.format.dtype)
-        KVPRIM_TRY(kvpi_check_scales_beside(&m[0], &m[1]));
-    if (m[1].dst.format.dtype)
-        KVPRIM_TRY(kvpi_check_scales_beside(&m[1], &m[0]));
-    return kvpi_check_k_beside_v(m);
+    kvpi_uses uses;
+    uses.count = 0;
+    return kvpi_check_move(m, &uses);
 }
 
 static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m)
@@ -2998,7 +2885,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     KVPRIM_TRY(kvpi_check_desc("kvprim_store", d, d ? &d->count : NULL));
     const int has_v = d->v_cache.data != NULL;
     kvpi_set_move(&m[0], &k_names, d->k_bytes, d->count, d->rejected);
-    kvpi_set_move(&m[1], &v_names, d->v_bytes, has_v ? d->count : 0, d->rejected);
+    kvpi_set_move(&m[1], &v_names, d->v_bytes, has_v ? d->count : 0, NULL); /* a slot counts once */
     kvpi_set_side(&m[0].dst, &d->k_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
     kvpi_set_side(&m[0].src, &d->k, NULL, (kvprim_index_type)0, 0, 1);
     kvpi_set_side(&m[1].dst, &d->v_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
@@ -3012,8 +2899,15 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     if (!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: v_cache.data is NULL, but %s is set",
                            d->v.data ? "v.data" : "v_bytes");
-    KVPRIM_TRY(kvpi_check_move(&m[0]));
-    return has_v ? kvpi_check_k_and_v(m, d) : KVPRIM_OK;
+    kvpi_uses uses;
+    uses.count = 0;
+    KVPRIM_TRY(kvpi_check_move(&m[0], &uses));
+    if (has_v)
+        KVPRIM_TRY(kvpi_check_move(&m[1], &uses));
+    if (has_v && d->v_cache.rows != d->k_cache.rows)
+        return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
+                               (uint64_t)d->k_cache.rows);
+    return KVPRIM_OK;
 }
 
 /* The layers of one side, before its table is checked. */
@@ -3028,9 +2922,6 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
     if (side->layer_stride)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_%slayers and %s_layer_stride are set",
                            m->names->function, name, device, name);
-    if ((uintptr_t)side->device_layers % sizeof(void *) != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_device_layers (%p) is not aligned to %d bytes",
-                           m->names->function, name, (const void *)side->device_layers, (int)sizeof(void *));
     side->table.data = side->layers ? side->layers[0] : NULL;
     uint64_t null = 0; /* bit 63 is set if a layer is NULL; the loop has no branch */
     for (int32_t l = 0; side->layers && l < m->layers; l++) {
@@ -3074,7 +2965,15 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
                            (int)m->same_cache);
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->dst));
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->src));
-    return kvpi_check_move(m);
+    kvpi_uses uses;
+    uses.count = 0;
+    KVPRIM_TRY(kvpi_check_move(m, &uses));
+    if (m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache)
+        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                           "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
+                           "one cache set same_cache",
+                           (const void *)m->dst.device_layers);
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc, kvprim_gather_desc *resolved)
@@ -3918,50 +3817,34 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
-/* An array of a kvprim_slots_desc, and the field that its length comes from, which errors name. */
-typedef struct kvpi_array {
-    kvpi_bytes bytes;
-    kvprim_index_type type;
-    const char *field;
-    int64_t length;
-} kvpi_array;
-
-enum { kvpi_written_arrays = 2, kvpi_slots_arrays = 7 };
-
-static kvpi_array kvpi_array_of(const char *name, const void *data, kvprim_index_type type, uint64_t elements,
-                                const char *field, int64_t length)
+/* An array of `elements`, of which there are as many as `field` says, `value`. */
+static kvprim_status kvpi_add_array(kvpi_uses *u, int written, const char *name, const void *data,
+                                    kvprim_index_type type, uint64_t elements, const char *field, int64_t value)
 {
-    const kvpi_array a = {{name, data, data ? kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4) : 0}, type, field, length};
-    return a;
+    const uint64_t bytes = kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4);
+    if (data && bytes >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_slots: %s is %lld, which makes %s larger than %llu bytes", field,
+                           (long long)value, name, (unsigned long long)kvpi_too_large);
+    (void)kvpi_add_use(u, written ? kvpi_counter : kvpi_array, written, name, data, bytes, kvpi_index_align(type));
+    return KVPRIM_OK;
 }
 
-/* Checks alignment, size and overlap of the arrays. The first kvpi_written_arrays of them are written. */
 static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_desc *d)
 {
     const kvprim_index_type type = d->token_type;
-    const uint64_t n = (uint64_t)d->count, requests = (uint64_t)d->requests;
-    const uint64_t pages = kvpi_add(kvpi_mul(requests - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
-    const kvpi_array a[kvpi_slots_arrays] = {
-        kvpi_array_of("slot", d->slot, d->slot_type, n, "count", d->count),
-        kvpi_array_of("rejected", d->rejected, KVPRIM_I32, 1, "count", 1),
-        kvpi_array_of("pages", d->pages, d->pages_type, pages, "requests", d->requests),
-        kvpi_array_of("request", d->request, type, n, "count", d->count),
-        kvpi_array_of("position", d->position, type, n, "count", d->count),
-        kvpi_array_of("cu_seqlens", d->cu_seqlens, type, requests + 1, "requests", d->requests),
-        kvpi_array_of("starts", d->starts, type, requests, "requests", d->requests)};
-    for (int k = 0; k < kvpi_slots_arrays; k++) {
-        const kvpi_bytes b = a[k].bytes;
-        if ((uintptr_t)b.data % (a[k].type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4) != 0)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, b.name,
-                               b.data);
-        if (b.bytes >= kvpi_too_large)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes %s larger than %llu bytes", function,
-                               a[k].field, (long long)a[k].length, b.name, (unsigned long long)kvpi_too_large);
-        for (int w = 0; w < kvpi_written_arrays && w < k; w++)
-            if (kvpi_overlap(a[w].bytes.data, a[w].bytes.bytes, b.data, b.bytes))
-                return kvpi_fail_overlap(function, a[w].bytes, b, "");
-    }
-    return KVPRIM_OK;
+    const int64_t count = d->count, requests = d->requests;
+    const uint64_t n = (uint64_t)count, each = (uint64_t)requests;
+    const uint64_t pages = kvpi_add(kvpi_mul(each - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
+    kvpi_uses u;
+    u.count = 0;
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "slot", d->slot, d->slot_type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "request", d->request, type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "position", d->position, type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "starts", d->starts, type, each, "requests", requests));
+    return kvpi_check_uses(function, &u, 0);
 }
 
 /* Checks which arrays are given, their types, and reserved fields. */
@@ -4440,11 +4323,10 @@ static kvprim_status kvpi_check_items_apart(const kvprim_copy_desc *d)
 {
     for (size_t i = 0; i < d->count; i++)
         if (kvpi_overlap(d->items[i].dst, d->items[i].bytes, d->items, d->count * sizeof *d->items)) {
-            const kvpi_bytes items = {"items", d->items, d->count * sizeof *d->items};
-            char name[40];
-            const kvpi_bytes dst = {name, d->items[i].dst, d->items[i].bytes};
-            (void)snprintf(name, sizeof name, "dst of items[%llu]", (unsigned long long)i);
-            return kvpi_fail_overlap("kvprim_copy", dst, items, "");
+            return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                               "kvprim_copy: dst of items[%llu] (%p, %llu bytes) overlaps items (%p, %llu bytes)",
+                               (unsigned long long)i, d->items[i].dst, (unsigned long long)d->items[i].bytes,
+                               (const void *)d->items, (unsigned long long)(d->count * sizeof *d->items));
         }
     return KVPRIM_OK;
 }
@@ -4567,28 +4449,6 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 
 /* >>impl_unpack_meta ----------------------------------------------------------------------------------------------- */
 
-/* Checks alignment and overlap of the memory that the descriptor names. The first two are written. */
-static kvprim_status kvpi_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
-{
-    const struct {
-        kvpi_bytes bytes;
-        size_t alignment;
-    } a[] = {{{"dst", d->dst, d->dst_bytes}, 1},
-             {{"rejected", d->rejected, d->rejected ? sizeof *d->rejected : 0}, 4},
-             {{"meta", d->meta, d->max_count * sizeof *d->meta}, 16},
-             {{"count", d->count, sizeof *d->count}, 8}};
-    for (int k = 0; k < 4; k++) {
-        const kvpi_bytes b = a[k].bytes;
-        if ((uintptr_t)b.data % a[k].alignment)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to %d bytes", function, b.name,
-                               b.data, (int)a[k].alignment);
-        for (int w = 0; w < 2 && w < k; w++)
-            if (kvpi_overlap(a[w].bytes.data, a[w].bytes.bytes, b.data, b.bytes))
-                return kvpi_fail_overlap(function, a[w].bytes, b, "");
-    }
-    return KVPRIM_OK;
-}
-
 KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc)
 {
     static const char function[] = "kvprim_unpack_meta";
@@ -4611,7 +4471,13 @@ KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc 
     if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
                            function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
-    return kvpi_check_meta_memory(function, desc);
+    kvpi_uses u;
+    u.count = 0;
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", desc->rejected, 4, 4);
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "dst", desc->dst, desc->dst_bytes, 1);
+    (void)kvpi_add_use(&u, kvpi_array, 0, "meta", desc->meta, desc->max_count * sizeof *desc->meta, 16);
+    (void)kvpi_add_use(&u, kvpi_array, 0, "count", desc->count, sizeof *desc->count, 8);
+    return kvpi_check_uses(function, &u, 0);
 }
 
 KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)

@@ -749,7 +749,7 @@ static void bad_slots_sizes(slots_memory *m)
 
 static void bad_slots_places(slots_memory *m)
 {
-    BAD_SLOTS(0, d.pages = plus(m->pages, 2), ARGUMENT, "is not aligned to its type");
+    BAD_SLOTS(0, d.pages = plus(m->pages, 2), ARGUMENT, "is not aligned to");
     BAD_SLOTS(0, d.request = plus(m->request, 1), ARGUMENT, "kvprim_slots: request (");
     BAD_SLOTS(0, d.position = plus(m->position, 2), ARGUMENT, "position (");
     BAD_SLOTS(1, d.cu_seqlens = plus(m->cu, 1), ARGUMENT, "cu_seqlens (");
