@@ -3497,44 +3497,29 @@ KVPRIM_CONVERT(avx2, KVPRIM_AVX2)
 KVPRIM_CONVERT(avx512, KVPRIM_AVX512)
 #endif
 
-/* One side of a move that converts. */
-typedef struct kvpi_typed_side {
-    const kvprim_side *side;
-    kvprim_format format; /* the side's */
-    char *data, *scales;  /* of the layer */
-    int64_t piece, bytes; /* elements of a piece, bytes of an element */
-} kvpi_typed_side;
-
+/* A move that converts, in one layer: table.data and format.scales of its sides are the layer's. */
 typedef struct kvpi_conversion {
-    kvpi_typed_side dst, src;
-    kvpi_typed_side *scaled; /* the side that has scales, or NULL */
-    int64_t elements, tile;
+    kvprim_move move;
+    const kvprim_side *scaled;                    /* the side that has scales, or NULL */
+    int64_t dst_bytes, src_bytes, elements, tile; /* bytes of an element; elements of a row and of a tile */
     kvpi_scaling scaling;
     int computed;
     kvpi_convert_fn *convert;
     kvpi_most_fn *most;
 } kvpi_conversion;
 
-static void kvpi_set_typed(kvpi_typed_side *typed, const kvprim_side *side)
+/* Fills in what follows from the move. */
+static void kvpi_set_conversion(kvpi_conversion *c)
 {
-    typed->side = side;
-    typed->format = side->format;
-    typed->bytes = kvpi_dtype_bytes(typed->format.dtype);
-    typed->piece = side->piece_bytes / typed->bytes;
-    typed->data = typed->scales = NULL;
-}
-
-static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
-{
-    kvpi_set_typed(&c->dst, &m->dst);
-    kvpi_set_typed(&c->src, &m->src);
-    c->scaled = c->dst.format.scale ? &c->dst : c->src.format.scale ? &c->src : NULL;
-    c->elements = m->row_bytes / c->src.bytes;
+    const kvprim_side *const dst = &c->move.dst, *const src = &c->move.src;
+    c->scaled = dst->format.scale ? dst : src->format.scale ? src : NULL;
+    c->dst_bytes = kvpi_dtype_bytes(dst->format.dtype), c->src_bytes = kvpi_dtype_bytes(src->format.dtype);
+    c->elements = c->move.row_bytes / c->src_bytes;
     c->tile = c->scaled && c->scaled->format.scale != KVPRIM_SCALE_TENSOR ? c->scaled->format.tile : c->elements;
-    c->computed = c->dst.format.scale == KVPRIM_SCALE_TILE;
-    c->scaling = !c->scaled                                            ? kvpi_unscaled
-                 : c->scaled == &c->src || c->dst.format.scale_inverse ? kvpi_multiply
-                                                                       : kvpi_divide;
+    c->computed = dst->format.scale == KVPRIM_SCALE_TILE;
+    c->scaling = !c->scaled                                      ? kvpi_unscaled
+                 : c->scaled == src || dst->format.scale_inverse ? kvpi_multiply
+                                                                 : kvpi_divide;
     c->convert = kvpi_convert_plain, c->most = kvpi_most_plain;
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512())
@@ -3556,21 +3541,13 @@ static int64_t kvpi_find_number(const kvprim_side *side, int64_t i, int *past)
     return -1;
 }
 
-static char *kvpi_row_at(const kvpi_typed_side *typed, int64_t row)
-{
-    const kvprim_table *const t = &typed->side->table;
-    const int64_t page = t->page_rows ? row / t->page_rows : 0;
-    return typed->data + page * t->page_stride + (row - page * t->page_rows) * t->stride;
-}
-
 /* The scale of a row's first tile. */
-static char *kvpi_scales_at(const kvpi_typed_side *typed, int64_t row)
+static char *kvpi_scales_at(const kvprim_side *side, int64_t row)
 {
-    const kvprim_format *const f = &typed->format;
-    const int64_t page_rows = typed->side->table.page_rows, page = page_rows ? row / page_rows : 0;
-    if (f->scale != KVPRIM_SCALE_TILE)
-        return typed->scales;
-    return typed->scales + page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
+    const kvprim_format *const f = &side->format;
+    const int64_t page_rows = side->table.page_rows, page = page_rows ? row / page_rows : 0;
+    const int64_t at = page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
+    return (char *)f->scales + (f->scale == KVPRIM_SCALE_TILE ? at : 0);
 }
 
 static float kvpi_read_scale(const kvprim_format *f, const char *at)
@@ -3591,12 +3568,14 @@ static void kvpi_write_scale(const kvprim_format *f, char *at, float scale)
         memcpy(at, &bits, sizeof bits);
 }
 
-/* Element e of a row, and how many of `left` elements from there on follow each other. */
-static char *kvpi_element_at(const kvpi_typed_side *typed, char *row, int64_t e, int64_t *left)
+/* Element e of a row, of `bytes` each, and how many of `left` elements from there on follow each other. */
+static char *kvpi_element_at(const kvprim_side *side, int64_t bytes, char *row, int64_t e, int64_t *left)
 {
-    const int64_t piece = e / typed->piece, in_piece = e - piece * typed->piece;
-    *left = typed->piece - in_piece < *left ? typed->piece - in_piece : *left;
-    return row + piece * typed->side->table.head_stride + in_piece * typed->bytes;
+    const int64_t at = e * bytes, piece = at / side->piece_bytes;
+    const int64_t in_piece = at - piece * side->piece_bytes;
+    if (*left * bytes > side->piece_bytes - in_piece)
+        *left = (side->piece_bytes - in_piece) / bytes;
+    return row + piece * side->table.head_stride + in_piece;
 }
 
 /* Converts the elements from `first` to `end` - 1 with one scale. src NULL: they become zeros. Returns how many NaNs
@@ -3607,13 +3586,13 @@ static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char 
     uint32_t nans = 0;
     for (int64_t e = first, n; e < end; e += n) {
         n = end - e;
-        char *const to = kvpi_element_at(&c->dst, dst, e, &n);
+        char *const to = kvpi_element_at(&c->move.dst, c->dst_bytes, dst, e, &n);
         if (!src) {
-            memset(to, 0, (size_t)(n * c->dst.bytes));
+            memset(to, 0, (size_t)(n * c->dst_bytes));
             continue;
         }
-        const char *const from = kvpi_element_at(&c->src, src, e, &n);
-        nans += c->convert(to, c->dst.format.dtype, from, c->src.format.dtype, (size_t)n, c->scaling, scale);
+        const char *const from = kvpi_element_at(&c->move.src, c->src_bytes, src, e, &n);
+        nans += c->convert(to, c->move.dst.format.dtype, from, c->move.src.format.dtype, (size_t)n, c->scaling, scale);
     }
     return nans;
 }
@@ -3621,12 +3600,12 @@ static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char 
 /* The scale that the elements from `first` to `end` - 1 need. src NULL: they are zeros. */
 static float kvpi_compute_scale(const kvpi_conversion *c, char *src, int64_t first, int64_t end)
 {
-    const kvprim_format *const f = &c->dst.format;
+    const kvprim_format *const f = &c->move.dst.format;
     uint32_t most = 0;
     for (int64_t e = first, n; src && e < end; e += n) {
         n = end - e;
-        const char *const from = kvpi_element_at(&c->src, src, e, &n);
-        most = c->most(most, from, c->src.format.dtype, (size_t)n);
+        const char *const from = kvpi_element_at(&c->move.src, c->src_bytes, src, e, &n);
+        most = c->most(most, from, c->move.src.format.dtype, (size_t)n);
     }
     return kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), kvpi_largest(f->dtype)), f->scale_min,
                            f->scale_power_of_two);
@@ -3640,8 +3619,8 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
         float scale = 1;
         if (c->computed) {
             scale = kvpi_compute_scale(c, src, e, e + c->tile);
-            kvpi_write_scale(&c->dst.format, scales, scale);
-            scale = c->dst.format.scale_inverse ? kvpi_quotient(1, scale) : scale;
+            kvpi_write_scale(&c->move.dst.format, scales, scale);
+            scale = c->move.dst.format.scale_inverse ? kvpi_quotient(1, scale) : scale;
         } else if (c->scaled && src) {
             scale = kvpi_read_scale(&c->scaled->format, scales);
         }
@@ -3652,69 +3631,54 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
     return nans;
 }
 
-/* One layer, with the index rule. Only a layer that counts gets `rejected`. */
-static void kvpi_convert_layer(const kvprim_move *m, const kvpi_conversion *c, uint32_t *rejected)
+/* One layer, with the index rule. */
+static void kvpi_convert_layer(const kvpi_conversion *c)
 {
+    const kvprim_move *const m = &c->move;
     uint32_t nans = 0;
     for (int64_t i = 0; i < m->count; i++) {
         int past = 0;
         const int64_t to = kvpi_find_number(&m->dst, i, &past), from = kvpi_find_number(&m->src, i, &past);
-        if (past && rejected)
-            ++*rejected;
+        if (past && m->rejected)
+            ++*m->rejected;
         if (to < 0 || (from < 0 && !m->zero))
             continue;
-        char *scales = NULL;
-        if (c->scaled == &c->dst)
-            scales = kvpi_scales_at(&c->dst, to);
-        else if (c->scaled && from >= 0)
-            scales = kvpi_scales_at(&c->src, from);
-        nans += kvpi_convert_row(c, kvpi_row_at(&c->dst, to), from < 0 ? NULL : kvpi_row_at(&c->src, from), scales);
+        const int64_t scaled = c->scaled == &m->dst ? to : from;
+        char *const scales = c->scaled && scaled >= 0 ? kvpi_scales_at(c->scaled, scaled) : NULL;
+        char *const src = from < 0 ? NULL : (char *)kvprim_table_row(&m->src.table, from);
+        nans += kvpi_convert_row(c, (char *)kvprim_table_row(&m->dst.table, to), src, scales);
     }
-    if (c->dst.format.nans && c->dst.format.dtype == KVPRIM_INT8)
-        *c->dst.format.nans += nans;
+    if (m->dst.format.nans && m->dst.format.dtype == KVPRIM_INT8)
+        *m->dst.format.nans += nans;
 }
 
-/* Here the CPU is the executing side. */
-static void *kvpi_read_layer(const kvprim_side *side, int32_t layer)
+/* A side of `layer`, from that of the move: where its rows and scales lie. Here the CPU is the executing side. */
+static void kvpi_enter_layer(kvprim_side *layer, const kvprim_side *side, int32_t l)
 {
-    return side->device_layers ? side->device_layers[layer] : kvprim_side_layer(side, layer);
-}
-
-static void kvpi_enter_layer(kvpi_typed_side *typed, int32_t layer)
-{
-    const kvprim_format *const f = &typed->format;
-    typed->data = (char *)kvpi_read_layer(typed->side, layer);
-    typed->scales = f->scales                 ? (char *)f->scales + layer * f->scale_layer_stride
-                    : f->scale && typed->data ? typed->data + f->scale_offset
-                                              : NULL;
-}
-
-static void kvpi_run_conversion(const kvprim_move *m)
-{
-    kvpi_conversion c;
-    kvpi_set_conversion(&c, m);
-    for (int32_t l = 0; l < m->layers; l++) {
-        kvpi_enter_layer(&c.dst, l);
-        kvpi_enter_layer(&c.src, l);
-        kvpi_convert_layer(m, &c, l == 0 ? m->rejected : NULL);
-    }
+    const kvprim_format *const f = &side->format;
+    char *const data = side->device_layers ? (char *)side->device_layers[l] : kvprim_side_layer(side, l);
+    layer->table.data = data;
+    if (f->scale && (f->scales || data))
+        layer->format.scales = f->scales ? (char *)f->scales + l * f->scale_layer_stride : data + f->scale_offset;
 }
 
 static void kvpi_run_moves(const kvprim_move *moves, size_t n)
 {
     for (size_t k = 0; k < n; k++) {
+        kvpi_conversion c;
         if (moves[k].count == 0)
             continue;
-        if (moves[k].dst.format.dtype) {
-            kvpi_run_conversion(&moves[k]);
-            continue;
-        }
-        kvprim_move layer = moves[k];
+        c.move = moves[k];
+        if (c.move.dst.format.dtype)
+            kvpi_set_conversion(&c);
         for (int32_t l = 0; l < moves[k].layers; l++) {
-            layer.dst.table.data = kvpi_read_layer(&moves[k].dst, l);
-            layer.src.table.data = kvpi_read_layer(&moves[k].src, l);
-            kvpi_move_layer(&layer);
-            layer.rejected = NULL; /* counted in layer 0 */
+            kvpi_enter_layer(&c.move.dst, &moves[k].dst, l);
+            kvpi_enter_layer(&c.move.src, &moves[k].src, l);
+            if (c.move.dst.format.dtype)
+                kvpi_convert_layer(&c);
+            else
+                kvpi_move_layer(&c.move);
+            c.move.rejected = NULL; /* counted in layer 0 */
         }
     }
 }
