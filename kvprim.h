@@ -1131,14 +1131,16 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
 
 static KVPRIM_THREAD_LOCAL char kvpi_error_text[256];
 
+#define KVPRIM_STATUS_NAME(name, value, text)                                                                          \
+    case name:                                                                                                         \
+        return #name;
+#define KVPRIM_STATUS_TEXT(name, value, text)                                                                          \
+    case name:                                                                                                         \
+        return text;
 KVPRIM_API const char *kvprim_status_name(kvprim_status status)
 {
     switch (status) {
-#define KVPRIM_STATUS_CASE(name, value, text)                                                                          \
-    case name:                                                                                                         \
-        return #name;
-        KVPRIM_STATUS_LIST(KVPRIM_STATUS_CASE)
-#undef KVPRIM_STATUS_CASE
+        KVPRIM_STATUS_LIST(KVPRIM_STATUS_NAME)
     }
     return "unknown kvprim_status";
 }
@@ -1146,14 +1148,12 @@ KVPRIM_API const char *kvprim_status_name(kvprim_status status)
 KVPRIM_API const char *kvprim_status_text(kvprim_status status)
 {
     switch (status) {
-#define KVPRIM_STATUS_CASE(name, value, text)                                                                          \
-    case name:                                                                                                         \
-        return text;
-        KVPRIM_STATUS_LIST(KVPRIM_STATUS_CASE)
-#undef KVPRIM_STATUS_CASE
+        KVPRIM_STATUS_LIST(KVPRIM_STATUS_TEXT)
     }
     return "unknown kvprim_status";
 }
+#undef KVPRIM_STATUS_NAME
+#undef KVPRIM_STATUS_TEXT
 
 KVPRIM_API const char *kvprim_last_error(void)
 {
@@ -2828,8 +2828,10 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u)
 
 /* >>impl_moves ----------------------------------------------------------------------------------------------------- */
 
-static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count)
+static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count, const void *moves)
 {
+    if (!moves)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s_moves: moves is NULL", function);
     if (!desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (*count < 0)
@@ -2862,7 +2864,7 @@ static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_
 static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move *m)
 {
     static const kvprim_move_names names = {"kvprim_gather", "row_bytes", "dst", NULL, "src", "index"};
-    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL));
+    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL, m));
     kvpi_set_move(m, &names, d->row_bytes, d->count, d->rejected);
     kvpi_set_side(&m->dst, &d->dst, NULL, (kvprim_index_type)0, 0, 1);
     kvpi_set_side(&m->src, &d->src, d->index, d->index_type, d->index_base, d->index_stride);
@@ -2882,7 +2884,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
 {
     static const kvprim_move_names k_names = {"kvprim_store", "k_bytes", "k_cache", "slot", "k", NULL},
                                    v_names = {"kvprim_store", "v_bytes", "v_cache", "slot", "v", NULL};
-    KVPRIM_TRY(kvpi_check_desc("kvprim_store", d, d ? &d->count : NULL));
+    KVPRIM_TRY(kvpi_check_desc("kvprim_store", d, d ? &d->count : NULL, m));
     const int has_v = d->v_cache.data != NULL;
     kvpi_set_move(&m[0], &k_names, d->k_bytes, d->count, d->rejected);
     kvpi_set_move(&m[1], &v_names, d->v_bytes, has_v ? d->count : 0, NULL); /* a slot counts once */
@@ -2938,7 +2940,7 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
 static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_move *m)
 {
     static const kvprim_move_names names = {"kvprim_transfer", "row_bytes", "dst", "dst_index", "src", "src_index"};
-    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL));
+    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL, m));
     kvpi_set_move(m, &names, d->row_bytes, d->count, d->rejected);
     kvpi_set_side(&m->dst, &d->dst, d->dst_index, d->dst_index_type ? d->dst_index_type : d->index_type,
                   d->dst_index_base, d->dst_index_stride);
@@ -3016,45 +3018,36 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
     return KVPRIM_OK;
 }
 
-static void kvpi_finish_move(kvprim_move *m)
+/* After a check that returned `status`: the moves leave out what they do not need. */
+static kvprim_status kvpi_finish_moves(kvprim_status status, kvprim_move *moves, size_t n)
 {
-    m->dst.table.format = m->src.table.format = NULL;
-    if (m->count == 0) {
-        m->dst.piece_bytes = m->src.piece_bytes = 0;
-        return;
+    for (kvprim_move *m = moves; status == KVPRIM_OK && m < moves + n; m++) {
+        m->dst.table.format = m->src.table.format = NULL;
+        if (m->count == 0) {
+            m->dst.piece_bytes = m->src.piece_bytes = 0;
+            continue;
+        }
+        kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
+        kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
+        if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
+            m->layers = 1; /* no row moves: layer 0 counts */
     }
-    kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
-    kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
-    if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
-        m->layers = 1; /* no row moves: layer 0 counts */
+    return status;
 }
 
 KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves)
 {
-    if (!moves)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather_moves: moves is NULL");
-    KVPRIM_TRY(kvpi_check_gather(desc, moves));
-    kvpi_finish_move(moves);
-    return KVPRIM_OK;
+    return kvpi_finish_moves(kvpi_check_gather(desc, moves), moves, 1);
 }
 
 KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves)
 {
-    if (!moves)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store_moves: moves is NULL");
-    KVPRIM_TRY(kvpi_check_store(desc, moves));
-    kvpi_finish_move(&moves[0]);
-    kvpi_finish_move(&moves[1]);
-    return KVPRIM_OK;
+    return kvpi_finish_moves(kvpi_check_store(desc, moves), moves, 2);
 }
 
 KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves)
 {
-    if (!moves)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_transfer_moves: moves is NULL");
-    KVPRIM_TRY(kvpi_check_transfer(desc, moves));
-    kvpi_finish_move(moves);
-    return KVPRIM_OK;
+    return kvpi_finish_moves(kvpi_check_transfer(desc, moves), moves, 1);
 }
 
 /* >>impl_cpu_move -------------------------------------------------------------------------------------------------- */
@@ -3076,12 +3069,15 @@ static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 #define KVPRIM_PREFETCH(p) ((void)(p))
 #endif
 
+KVPRIM_INLINE int64_t kvpi_element(const void *data, kvprim_index_type type, int64_t i)
+{
+    return KVPRIM_LIKELY(type == KVPRIM_I32) ? ((const int32_t *)data)[i] : ((const int64_t *)data)[i];
+}
+
 /* Index i of a side. */
 KVPRIM_INLINE int64_t kvpi_load_index(const kvprim_side *side, int64_t i)
 {
-    const int64_t at = i * side->index_stride;
-    return KVPRIM_LIKELY(side->index_type == KVPRIM_I32) ? ((const int32_t *)side->index)[at]
-                                                         : ((const int64_t *)side->index)[at];
+    return kvpi_element(side->index, side->index_type, i * side->index_stride);
 }
 
 /* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. index - base cannot overflow
@@ -3126,42 +3122,29 @@ static inline void kvpi_copy(char *dst, const char *src, size_t bytes, int strea
 
 #ifdef KVPRIM_X86
 /* The same with vectors; `stream` needs rows of whole, aligned lines. */
-KVPRIM_AVX2 static inline void kvpi_copy_avx2(char *dst, const char *src, size_t bytes, int stream)
-{
-    size_t b = 0;
-    if (bytes < 32) {
-        kvpi_copy(dst, src, bytes, 0);
-        return;
+#define KVPRIM_COPY(name, target, vector, load, store, store_past_caches)                                              \
+    target static inline void name(char *dst, const char *src, size_t bytes, int stream)                               \
+    {                                                                                                                  \
+        const size_t width = sizeof(vector);                                                                           \
+        size_t b = 0;                                                                                                  \
+        if (bytes < width) {                                                                                           \
+            kvpi_copy(dst, src, bytes, 0);                                                                             \
+            return;                                                                                                    \
+        }                                                                                                              \
+        if (stream)                                                                                                    \
+            for (; b + width <= bytes; b += width)                                                                     \
+                store_past_caches((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));         \
+        for (; b + width <= bytes; b += width)                                                                         \
+            store((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));                         \
+        if (b < bytes)                                                                                                 \
+            store((vector *)(void *)(dst + bytes - width), load((const vector *)(const void *)(src + bytes - width))); \
     }
-    if (stream)
-        for (; b + 32 <= bytes; b += 32)
-            _mm256_stream_si256((__m256i *)(void *)(dst + b),
-                                _mm256_loadu_si256((const __m256i *)(const void *)(src + b)));
-    for (; b + 32 <= bytes; b += 32)
-        _mm256_storeu_si256((__m256i *)(void *)(dst + b), _mm256_loadu_si256((const __m256i *)(const void *)(src + b)));
-    if (b < bytes)
-        _mm256_storeu_si256((__m256i *)(void *)(dst + bytes - 32),
-                            _mm256_loadu_si256((const __m256i *)(const void *)(src + bytes - 32)));
-}
-
-KVPRIM_AVX512 static inline void kvpi_copy_avx512(char *dst, const char *src, size_t bytes, int stream)
-{
-    size_t b = 0;
-    if (bytes < 64) {
-        kvpi_copy(dst, src, bytes, 0);
-        return;
-    }
-    if (stream)
-        for (; b + 64 <= bytes; b += 64)
-            _mm512_stream_si512((__m512i *)(void *)(dst + b), _mm512_loadu_si512(src + b));
-    for (; b + 64 <= bytes; b += 64)
-        _mm512_storeu_si512(dst + b, _mm512_loadu_si512(src + b));
-    if (b < bytes)
-        _mm512_storeu_si512(dst + bytes - 64, _mm512_loadu_si512(src + bytes - 64));
-}
+KVPRIM_COPY(kvpi_copy_avx2, KVPRIM_AVX2, __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256)
+KVPRIM_COPY(kvpi_copy_avx512, KVPRIM_AVX512, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
 #endif
 
-/* A row that lies in pieces on at least one side: up to the end of the nearer piece, until the row is done. */
+/* A row that does not move as one copy: it lies in pieces on at least one side, or has no source and becomes zeros. Goes
+   up to the end of the nearer piece, until the row is done. */
 static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
 {
     const int64_t dst_piece = m->dst.piece_bytes, src_piece = m->src.piece_bytes;
@@ -3176,15 +3159,6 @@ static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
             memset(to, 0, (size_t)step);
         b += step;
     }
-}
-
-/* A row that does not move as one copy: it lies in pieces, or it has no source and becomes zeros. */
-static void kvpi_move_special(const kvprim_move *m, char *dst, const char *src)
-{
-    if (m->dst.table.heads > 1 || m->src.table.heads > 1)
-        kvpi_move_pieces(m, dst, src);
-    else
-        memset(dst, 0, (size_t)m->row_bytes);
 }
 
 /* A row that starts inside a line touches one line more. Prefetching that one, too, costs more than it gains. */
@@ -3260,7 +3234,7 @@ KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, k
         if (!KVPRIM_LIKELY(dst))
             continue;
         if (!KVPRIM_LIKELY(whole && src)) {
-            kvpi_move_special(move, dst, src);
+            kvpi_move_pieces(move, dst, src);
             continue;
         }
         run += row_bytes;
@@ -3348,36 +3322,27 @@ KVPRIM_INLINE void kvpi_write_elements(char *dst, const void *block, size_t n, s
         memcpy(dst, block, n * bytes);
 }
 
+/* Elements of less than 32 bits: their type, their bits, and the name in kvpi_of_ and kvpi_to_. */
+#define KVPRIM_NARROW_LIST(X)                                                                                          \
+    X(KVPRIM_F16, uint16_t, f16)                                                                                       \
+    X(KVPRIM_BF16, uint16_t, bf16)                                                                                     \
+    X(KVPRIM_F8E4M3, uint8_t, e4m3)                                                                                    \
+    X(KVPRIM_F8E5M2, uint8_t, e5m2)                                                                                    \
+    X(KVPRIM_INT8, uint8_t, int8)
+
 KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
 {
-    uint8_t b[kvpi_block];
-    uint16_t h[kvpi_block];
     switch ((int)from) {
-    case KVPRIM_F16:
-        kvpi_read_elements(h, src, n, 2);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_f16(h[i]);
-        break;
-    case KVPRIM_BF16:
-        kvpi_read_elements(h, src, n, 2);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_bf16(h[i]);
-        break;
-    case KVPRIM_F8E4M3:
-        kvpi_read_elements(b, src, n, 1);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_e4m3(b[i]);
-        break;
-    case KVPRIM_F8E5M2:
-        kvpi_read_elements(b, src, n, 1);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_e5m2(b[i]);
-        break;
-    case KVPRIM_INT8:
-        kvpi_read_elements(b, src, n, 1);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_int8(b[i]);
-        break;
+#define KVPRIM_LOAD(type, bits, name)                                                                                  \
+    case type: {                                                                                                       \
+        bits block[kvpi_block];                                                                                        \
+        kvpi_read_elements(block, src, n, sizeof *block);                                                              \
+        for (int i = 0; i < kvpi_block; i++)                                                                           \
+            x[i] = kvpi_of_##name(block[i]);                                                                           \
+        break;                                                                                                         \
+    }
+        KVPRIM_NARROW_LIST(KVPRIM_LOAD)
+#undef KVPRIM_LOAD
     default:
         kvpi_read_elements(x, src, n, 4);
     }
@@ -3385,51 +3350,27 @@ KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from,
 
 KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, size_t n)
 {
-    uint8_t b[kvpi_block];
-    uint16_t h[kvpi_block];
-    uint32_t w[kvpi_block];
     switch ((int)to) {
-    case KVPRIM_F16:
-        for (int i = 0; i < kvpi_block; i++)
-            h[i] = (uint16_t)kvpi_to_f16(x[i]);
-        kvpi_write_elements(dst, h, n, 2);
-        break;
-    case KVPRIM_BF16:
-        for (int i = 0; i < kvpi_block; i++)
-            h[i] = (uint16_t)kvpi_to_bf16(x[i]);
-        kvpi_write_elements(dst, h, n, 2);
-        break;
-    case KVPRIM_F8E4M3:
-        for (int i = 0; i < kvpi_block; i++)
-            b[i] = (uint8_t)kvpi_to_e4m3(x[i]);
-        kvpi_write_elements(dst, b, n, 1);
-        break;
-    case KVPRIM_F8E5M2:
-        for (int i = 0; i < kvpi_block; i++)
-            b[i] = (uint8_t)kvpi_to_e5m2(x[i]);
-        kvpi_write_elements(dst, b, n, 1);
-        break;
-    case KVPRIM_INT8:
-        for (int i = 0; i < kvpi_block; i++)
-            b[i] = (uint8_t)kvpi_to_int8(x[i]);
-        kvpi_write_elements(dst, b, n, 1);
-        break;
-    default:
-        for (int i = 0; i < kvpi_block; i++)
-            w[i] = kvpi_to_f32(x[i]);
-        kvpi_write_elements(dst, w, n, 4);
+#define KVPRIM_STORE(type, bits, name)                                                                                 \
+    case type: {                                                                                                       \
+        bits block[kvpi_block];                                                                                        \
+        for (int i = 0; i < kvpi_block; i++)                                                                           \
+            block[i] = (bits)kvpi_to_##name(x[i]);                                                                     \
+        kvpi_write_elements(dst, block, n, sizeof *block);                                                             \
+        break;                                                                                                         \
+    }
+        KVPRIM_NARROW_LIST(KVPRIM_STORE)
+        KVPRIM_STORE(KVPRIM_F32, uint32_t, f32)
+#undef KVPRIM_STORE
     }
 }
 
+/* Of the first n numbers of a block. The loop has a constant length, too. */
 KVPRIM_INLINE uint32_t kvpi_count_nans(const float *x, size_t n)
 {
     uint32_t nans = 0;
-    if (n == kvpi_block)
-        for (int i = 0; i < kvpi_block; i++)
-            nans += (uint32_t)kvpi_is_nan(x[i]);
-    else
-        for (size_t i = 0; i < n; i++)
-            nans += (uint32_t)kvpi_is_nan(x[i]);
+    for (int i = 0; i < kvpi_block; i++)
+        nans += (uint32_t)(kvpi_is_nan(x[i]) & (i < (int)n));
     return nans;
 }
 
@@ -3662,9 +3603,10 @@ static void kvpi_enter_layer(kvprim_side *layer, const kvprim_side *side, int32_
         layer->format.scales = f->scales ? (char *)f->scales + l * f->scale_layer_stride : data + f->scale_offset;
 }
 
-static void kvpi_run_moves(const kvprim_move *moves, size_t n)
+/* After a check that returned `status`. */
+static kvprim_status kvpi_run_moves(kvprim_status status, const kvprim_move *moves, size_t n)
 {
-    for (size_t k = 0; k < n; k++) {
+    for (size_t k = 0; status == KVPRIM_OK && k < n; k++) {
         kvpi_conversion c;
         if (moves[k].count == 0)
             continue;
@@ -3681,6 +3623,7 @@ static void kvpi_run_moves(const kvprim_move *moves, size_t n)
             c.move.rejected = NULL; /* counted in layer 0 */
         }
     }
+    return status;
 }
 
 KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
@@ -3688,35 +3631,28 @@ KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
     KVPRIM_RANGE("kvprim_cpu_move");
     if (!moves && n)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
-    kvpi_run_moves(moves, n);
-    return KVPRIM_OK;
+    return kvpi_run_moves(KVPRIM_OK, moves, n);
 }
 
 KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
 {
     KVPRIM_RANGE("kvprim_gather");
     kvprim_move m;
-    KVPRIM_TRY(kvprim_gather_moves(desc, &m));
-    kvpi_run_moves(&m, 1);
-    return KVPRIM_OK;
+    return kvpi_run_moves(kvprim_gather_moves(desc, &m), &m, 1);
 }
 
 KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
 {
     KVPRIM_RANGE("kvprim_store");
     kvprim_move m[2];
-    KVPRIM_TRY(kvprim_store_moves(desc, m));
-    kvpi_run_moves(m, 2);
-    return KVPRIM_OK;
+    return kvpi_run_moves(kvprim_store_moves(desc, m), m, 2);
 }
 
 KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 {
     KVPRIM_RANGE("kvprim_transfer");
     kvprim_move m;
-    KVPRIM_TRY(kvprim_transfer_moves(desc, &m));
-    kvpi_run_moves(&m, 1);
-    return KVPRIM_OK;
+    return kvpi_run_moves(kvprim_transfer_moves(desc, &m), &m, 1);
 }
 
 /* >>impl_preset ---------------------------------------------------------------------------------------------------- */
@@ -3870,18 +3806,14 @@ static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d
 KVPRIM_API kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved)
 {
     static const char function[] = "kvprim_slots";
-    KVPRIM_TRY(kvpi_check_desc(function, desc, desc ? &desc->count : NULL));
-    kvprim_slots_desc d = *desc;
+    kvprim_slots_desc d;
+    KVPRIM_TRY(kvpi_check_desc(function, desc, desc ? &desc->count : NULL, &d));
+    d = *desc;
     if (d.count > 0)
         KVPRIM_TRY(kvpi_check_slots(function, &d));
     if (resolved)
         *resolved = d;
     return KVPRIM_OK;
-}
-
-static int64_t kvpi_element(const void *data, kvprim_index_type type, int64_t i)
-{
-    return type == KVPRIM_I32 ? ((const int32_t *)data)[i] : ((const int64_t *)data)[i];
 }
 
 /* Finds token i's request and position. *request must hold that of token i - 1, from where the search goes on. Returns
@@ -4267,6 +4199,21 @@ static kvprim_status kvpi_check_list_debug(const kvpi_list *l)
     return status;
 }
 
+/* What copy, unpack and unpack_meta have in common. `null`: another pointer that must be set and is not, or NULL. */
+static kvprim_status kvpi_check_buffers(const char *function, const char *null, int64_t reserved, const void *src,
+                                        uint64_t src_bytes, const void *dst, uint64_t dst_bytes)
+{
+    null = null ? null : !src && src_bytes ? "src" : !dst && dst_bytes ? "dst" : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    if (reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)reserved);
+    if ((uint64_t)(size_t)src_bytes != src_bytes || (uint64_t)(size_t)dst_bytes != dst_bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
+                           function, (unsigned long long)src_bytes, (unsigned long long)dst_bytes);
+    return KVPRIM_OK;
+}
+
 static kvprim_status kvpi_check_item(const kvprim_copy_item *items, size_t i)
 {
     const kvprim_copy_item c = items[i];
@@ -4302,10 +4249,7 @@ KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
-    if (!desc->items)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: items is NULL", function);
-    if (desc->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
+    KVPRIM_TRY(kvpi_check_buffers(function, desc->items ? NULL : "items", desc->reserved, NULL, 0, NULL, 0));
     if (desc->count > KVPRIM_MAX_COPIES)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d", function,
                            (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
@@ -4373,17 +4317,8 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
-    const char *const null = !desc->fragments                ? "fragments"
-                             : !desc->src && desc->src_bytes ? "src"
-                             : !desc->dst && desc->dst_bytes ? "dst"
-                                                             : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    if (desc->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
-    if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
-                           function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
+    KVPRIM_TRY(kvpi_check_buffers(function, desc->fragments ? NULL : "fragments", desc->reserved, desc->src,
+                                  desc->src_bytes, desc->dst, desc->dst_bytes));
     const uint64_t fragments_bytes = kvpi_mul(desc->count, sizeof(kvprim_fragment));
     if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes))
         return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function,
@@ -4420,21 +4355,12 @@ KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc 
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (desc->max_count == 0)
         return KVPRIM_OK;
-    const char *const null = !desc->meta                     ? "meta"
-                             : !desc->count                  ? "count"
-                             : !desc->src && desc->src_bytes ? "src"
-                             : !desc->dst && desc->dst_bytes ? "dst"
-                                                             : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    if (desc->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
+    const char *const null = !desc->meta ? "meta" : !desc->count ? "count" : NULL;
+    KVPRIM_TRY(
+        kvpi_check_buffers(function, null, desc->reserved, desc->src, desc->src_bytes, desc->dst, desc->dst_bytes));
     if (desc->max_count > KVPRIM_MAX_UNPACK_META)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: max_count is %llu, more than %d", function,
                            (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
-    if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
-                           function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
     kvpi_uses u;
     u.count = 0;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", desc->rejected, 4, 4);
@@ -4474,7 +4400,10 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512
 #undef KVPRIM_LIKELY
+#undef KVPRIM_COPY
 #undef KVPRIM_MOVE
+#undef KVPRIM_CONVERT
+#undef KVPRIM_NARROW_LIST
 #undef KVPRIM_TRY
 #undef KVPRIM_PREFETCH
 #undef KVPRIM_INLINE
