@@ -2365,10 +2365,13 @@ static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
 
 enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
-/* Whether each layer starts after the one before it. Has no branch, so that compilers use vectors. Addresses from 2^63
-   on count as not ascending, which only takes longer to check. */
-static int kvpi_array_ascends(void *const *layers, int32_t n)
+/* Whether each layer starts after the one before it. The loop has no branch, so that compilers use vectors. Addresses
+   from 2^63 on count as not ascending, which only takes longer to check. */
+static int kvpi_layers_ascend(const kvprim_side *side, int32_t n)
 {
+    void *const *const layers = side->layers;
+    if (!layers)
+        return side->layer_stride > 0;
     uint64_t less = UINT64_MAX, high = (uint64_t)(uintptr_t)layers[0];
     for (int32_t l = 1; l < n; l++) {
         const uint64_t before = (uint64_t)(uintptr_t)layers[l - 1], address = (uint64_t)(uintptr_t)layers[l];
@@ -2471,10 +2474,10 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
     return KVPRIM_OK;
 }
 
-/* `ascends`: the layers of dst are in order, so none is the same as another. Otherwise they are sorted. Then, with
-   `apart`, no layer of dst overlaps a layer of src; or else no layer of dst is the same as another. */
-KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int ascends, int apart)
+/* With `apart` no layer of dst overlaps a layer of src. Otherwise none is the same as another layer of dst. */
+KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart)
 {
+    const int ascends = apart && kvpi_layers_ascend(&m->dst, m->layers);
     uint64_t layers[kvpi_sorted_layers], merged[kvpi_sorted_layers];
     for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
         const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
@@ -2642,7 +2645,6 @@ typedef struct kvpi_use {
     uint64_t bytes; /* from the lowest byte to the highest: rows and scales have gaps */
     kvpi_use_kind kind;
     int written, align;      /* align: bytes, a power of two */
-    int ascends;             /* rows: each layer starts after the one before it */
     const kvprim_move *move; /* rows and scales: whose they are */
     const kvprim_side *side;
 } kvpi_use;
@@ -2716,7 +2718,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use
     if ((both_rows && m->same_cache) || (a->kind == kvpi_nans && b->kind == kvpi_nans)) /* K and V may count together */
         return KVPRIM_OK;
     if (both_rows && m->layers > 1)
-        return kvpi_check_layers(m, a->ascends, 1);
+        return kvpi_check_layers(m, 1);
     if (in_cache && (scales || a->kind == kvpi_dst_rows))
         return kvpi_check_areas(function, a, b);
     if ((scales && !a->side->format.scales) || (b->kind == kvpi_scales && !b->side->format.scales))
@@ -2736,8 +2738,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use
 /* Checks the uses from `first` on, beside each other and beside those before. */
 static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, int first)
 {
-    for (int i = first; i < u->count; i++) {
-        const kvpi_use *const a = &u->use[i];
+    for (const kvpi_use *a = u->use + first, *const end = u->use + u->count; a < end; a++) {
         if (!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0))
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s%s (%p) is not aligned to %d bytes", function, a->name,
                                kvpi_use_field(a), a->data, a->align);
@@ -2754,7 +2755,7 @@ static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char *
 {
     const int32_t n = m->layers;
     *last = kvprim_side_layer(side, n - 1);
-    if (side->layers ? kvpi_array_ascends(side->layers, n) : side->layer_stride > 0)
+    if (kvpi_layers_ascend(side, n))
         return 1;
     for (int32_t l = 0; l < n; l++) {
         const char *const data = kvprim_side_layer(side, l);
@@ -2769,12 +2770,12 @@ KVPRIM_INLINE kvprim_status kvpi_add_rows(kvpi_uses *u, const kvprim_move *m, co
 {
     const int written = side == &m->dst;
     const char *first = (const char *)side->table.data, *last = first;
-    const int ascends = m->layers == 1 || kvpi_hull(m, side, &first, &last);
+    const int ascends = m->layers == 1 || !first || kvpi_hull(m, side, &first, &last);
     const uint64_t bytes = (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes;
     kvpi_use *const use = kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first,
                                        side->bytes ? bytes : 0, 1);
-    use->move = m, use->side = side, use->ascends = ascends;
-    return written && !ascends && side->bytes ? kvpi_check_layers(m, 0, 0) : KVPRIM_OK;
+    use->move = m, use->side = side;
+    return written && !ascends && side->bytes ? kvpi_check_layers(m, 0) : KVPRIM_OK;
 }
 
 /* A side's scales. Those that are only read and lie in the table's memory are among the bytes of its rows. */
