@@ -2326,12 +2326,6 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
     return KVPRIM_OK;
 }
 
-static uint64_t kvpi_index_bytes(const kvprim_move *m, const kvprim_side *side)
-{
-    const uint64_t size = side->index_type == KVPRIM_I64 ? 8 : 4;
-    return kvpi_add(kvpi_mul(kvpi_mul((uint64_t)m->count - 1, (uint64_t)side->index_stride), size), size);
-}
-
 /* For the alignment of int64_t: 4 on 32-bit x86. GPUs need 8, and every processor that CUDA runs on has 8. */
 typedef struct kvpi_aligned_i64 {
     char before;
@@ -2341,24 +2335,6 @@ typedef struct kvpi_aligned_i64 {
 static size_t kvpi_index_align(kvprim_index_type type)
 {
     return type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4;
-}
-
-static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
-{
-    const char *const function = m->names->function, *const name = kvpi_index_name(m, side);
-    const kvprim_index_type type = side->index_type;
-    if (!side->index_stride)
-        side->index_stride = 1;
-    if (type != KVPRIM_I32 && type != KVPRIM_I64)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                           name, (int)type);
-    if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
-                           (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
-    if (kvpi_index_bytes(m, side) >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
-                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
-    return KVPRIM_OK;
 }
 
 /* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
@@ -2789,14 +2765,38 @@ KVPRIM_SELDOM void kvpi_add_scales(kvpi_uses *u, const kvprim_move *m, const kvp
     use->move = m, use->side = side;
 }
 
+/* `first`: no move before has the same index, as K and V do. */
+static kvprim_status kvpi_add_index(kvpi_uses *u, const kvprim_move *m, kvprim_side *side, int first)
+{
+    const char *const function = m->names->function, *const name = kvpi_index_name(m, side);
+    const kvprim_index_type type = side->index_type;
+    const uint64_t size = type == KVPRIM_I64 ? 8 : 4;
+    if (!side->index_stride)
+        side->index_stride = 1;
+    if (type != KVPRIM_I32 && type != KVPRIM_I64)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
+                           name, (int)type);
+    if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
+                           (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
+    const uint64_t steps = kvpi_mul((uint64_t)m->count - 1, (uint64_t)side->index_stride);
+    const uint64_t bytes = kvpi_add(kvpi_mul(steps, size), size);
+    if (bytes >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
+                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
+    if (first)
+        (void)kvpi_add_use(u, kvpi_array, 0, name, side->index, bytes, kvpi_index_align(type));
+    return KVPRIM_OK;
+}
+
 /* Checks a move by itself and beside the moves whose uses `u` holds, and fills in all its defaults. */
 static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u)
 {
     const int before = u->count;
     if (m->dst.index)
-        KVPRIM_TRY(kvpi_check_index(m, &m->dst));
+        KVPRIM_TRY(kvpi_add_index(u, m, &m->dst, before == 0));
     if (m->src.index)
-        KVPRIM_TRY(kvpi_check_index(m, &m->src));
+        KVPRIM_TRY(kvpi_add_index(u, m, &m->src, 1));
     if (m->row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
                            (long long)m->row_bytes);
@@ -2811,9 +2811,6 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u)
     KVPRIM_TRY(kvpi_add_rows(u, m, &m->src));
     for (int k = 0; k < 2; k++) {
         const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (side->index && before == 0) /* K and V have the same slots */
-            (void)kvpi_add_use(u, kvpi_array, 0, kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side),
-                               kvpi_index_align(side->index_type));
         if (side->device_layers)
             (void)kvpi_add_use(u, kvpi_layer_array, 0, kvpi_name(m, side), side->device_layers,
                                (uint64_t)m->layers * sizeof(void *), sizeof(void *));
