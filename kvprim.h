@@ -1793,15 +1793,6 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
         f->scale_page_stride = f->scales      ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f->scale_stride)
                                : t->page_rows ? t->page_stride
                                               : 0;
-    if (f->scale_layer_stride == 0 && f->scales) { /* any of the loops may be outside */
-        const uint64_t page_rows = (uint64_t)(t->page_rows ? t->page_rows : t->rows);
-        const uint64_t pages = page_rows ? ((uint64_t)t->rows + page_rows - 1) / page_rows : 0;
-        const uint64_t by_page = kvpi_mul(t->page_rows ? pages : 0, (uint64_t)f->scale_page_stride);
-        const uint64_t by_row = kvpi_mul(page_rows, (uint64_t)f->scale_stride);
-        const uint64_t by_tile = kvpi_mul(tiles, (uint64_t)f->scale_tile_stride);
-        const uint64_t most = by_page > by_row ? by_page : by_row;
-        f->scale_layer_stride = (int64_t)(most > by_tile ? most : by_tile);
-    }
 }
 
 /* Where the last byte of rows 0 to `rows` - 1 ends. A whole page may reach further than a last one that is not full. */
@@ -1851,11 +1842,6 @@ static const char *kvpi_name(const kvprim_move *m, const kvprim_side *side)
     return side == &m->dst ? m->names->dst : m->names->src;
 }
 
-static const char *kvpi_index_name(const kvprim_move *m, const kvprim_side *side)
-{
-    return side == &m->dst ? m->names->dst_index : m->names->src_index;
-}
-
 /* "kvprim_store: k_cache.stride is 8, less than a row's bytes, 16". A layer stride is no field of the table. */
 static kvprim_status kvpi_fail_field(const kvprim_move *m, const kvprim_side *side, const char *field, int64_t value,
                                      const char *why, uint64_t other)
@@ -1871,9 +1857,11 @@ typedef struct kvpi_number {
     int64_t value;
 } kvpi_number;
 
-static kvprim_status kvpi_not_zero(const char *function, const char *field)
+/* `of`: " of " and a name, or "". */
+static kvprim_status kvpi_fail_reserved(const char *function, const char *of, const char *name, const char *member)
 {
-    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is not 0: zero-initialise the structure", function, field);
+    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field%s%s%s is not 0: zero-initialise the structure",
+                       function, of, name, member);
 }
 
 /* The rows of a side that a move can touch. */
@@ -1920,8 +1908,7 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
     if (t->heads > 1 && t->head_stride < piece)
         return kvpi_fail_field(m, side, "head_stride", t->head_stride, least, (uint64_t)piece);
     if (t->reserved_heads | t->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field of %s is not 0: zero-initialise the structure",
-                           m->names->function, kvpi_name(m, side));
+        return kvpi_fail_reserved(m->names->function, " of ", kvpi_name(m, side), "");
     return KVPRIM_OK;
 }
 
@@ -1958,7 +1945,7 @@ static uint64_t kvpi_packed_layer(const kvpi_loop *loops, int count)
 {
     uint64_t most = 0;
     for (int k = 0; k < count; k++) {
-        const uint64_t bytes = loops[k].stride == 0 ? 0 : kvpi_mul(loops[k].n, loops[k].stride);
+        const uint64_t bytes = kvpi_mul(loops[k].n, loops[k].stride);
         most = bytes > most ? bytes : most;
     }
     return most;
@@ -2072,9 +2059,7 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale;
     if (f->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: a reserved field of %s.format is not 0: zero-initialise the structure",
-                           m->names->function, kvpi_name(m, side));
+        return kvpi_fail_reserved(m->names->function, " of ", kvpi_name(m, side), ".format");
     if (kind < 0 || kind > KVPRIM_SCALE_TILE)
         return kvpi_fail_format(m, side, "scale", kind, "no kind of scale");
     if (kind && !kvpi_is_quantised(f->dtype))
@@ -2250,7 +2235,7 @@ static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
    known. If they lie in the table's memory, they extend the side's bytes and the default layer stride. */
 KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
 {
-    const kvprim_format *const f = &side->format;
+    kvprim_format *const f = &side->format;
     const int32_t bytes = kvpi_dtype_bytes(f->scale_dtype);
     kvpi_area a = kvpi_scales_area(m, side);
     const int64_t used_rows = a.rows;
@@ -2261,6 +2246,11 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
         {"format.scale_stride", (uint64_t)a.table.stride, page_rows < rows ? page_rows : rows},
         {"format.scale_page_stride", (uint64_t)a.table.page_stride, page_rows < rows ? (rows - 1) / page_rows + 1 : 1},
         {f->scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
+    if (f->scale == KVPRIM_SCALE_TILE && f->scales && f->scale_layer_stride == 0) { /* packed, whole pages at least */
+        const uint64_t whole = kvpi_mul(page_rows, loops[1].stride), packed = kvpi_packed_layer(loops, 3);
+        a.layer_stride = f->scale_layer_stride = (int64_t)(whole > packed ? whole : packed);
+        loops[3].stride = (uint64_t)a.layer_stride;
+    }
     const kvpi_number distances[] = {{"format.scale_offset", f->scale_offset},
                                      {"format.scale_tile_stride", f->scale_tile_stride},
                                      {"format.scale_stride", f->scale_stride},
@@ -2768,7 +2758,8 @@ KVPRIM_SELDOM void kvpi_add_scales(kvpi_uses *u, const kvprim_move *m, const kvp
 /* `first`: no move before has the same index, as K and V do. */
 static kvprim_status kvpi_add_index(kvpi_uses *u, const kvprim_move *m, kvprim_side *side, int first)
 {
-    const char *const function = m->names->function, *const name = kvpi_index_name(m, side);
+    const char *const function = m->names->function, *const name =
+                                                         side == &m->dst ? m->names->dst_index : m->names->src_index;
     const kvprim_index_type type = side->index_type;
     const uint64_t size = type == KVPRIM_I64 ? 8 : 4;
     if (!side->index_stride)
@@ -2872,7 +2863,7 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     if (!d->index)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather: index is NULL");
     if (d->reserved_index | d->reserved)
-        return kvpi_not_zero("kvprim_gather", "a reserved field");
+        return kvpi_fail_reserved("kvprim_gather", "", "", "");
     kvpi_uses uses;
     uses.count = 0;
     return kvpi_check_move(m, &uses);
@@ -2895,7 +2886,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     if (!d->slot)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: slot is NULL");
     if (d->reserved_slot | d->reserved)
-        return kvpi_not_zero("kvprim_store", "a reserved field");
+        return kvpi_fail_reserved("kvprim_store", "", "", "");
     if (!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: v_cache.data is NULL, but %s is set",
                            d->v.data ? "v.data" : "v_bytes");
@@ -2953,7 +2944,7 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
     if (m->count == 0)
         return KVPRIM_OK;
     if (d->reserved)
-        return kvpi_not_zero("kvprim_transfer", "a reserved field");
+        return kvpi_fail_reserved("kvprim_transfer", "", "", "");
     if (d->host_index != 0 && d->host_index != 1)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: host_index is %d, neither 0 nor 1",
                            (int)d->host_index);
@@ -3765,7 +3756,7 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
                            d->starts);
     if (d->reserved_pages | d->reserved_token | d->reserved_slot | d->reserved)
-        return kvpi_not_zero(function, "a reserved field");
+        return kvpi_fail_reserved(function, "", "", "");
     const struct {
         const char *field;
         kvprim_index_type type;
@@ -4148,7 +4139,9 @@ static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kv
     return kvpi_sweep_range(&s, low, high - low);
 }
 
-#ifdef KVPRIM_DEBUG
+#ifndef KVPRIM_DEBUG
+#define kvpi_check_list_debug(list) KVPRIM_OK
+#else
 typedef struct kvpi_place {
     uint64_t start, last, item;
 } kvpi_place;
@@ -4159,43 +4152,30 @@ static int kvpi_compare_places(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Sorts `n` destinations, and checks whether one begins before the previous one ends. */
-static kvprim_status kvpi_check_places(const kvpi_list *l, kvpi_place *sorted, size_t n)
-{
-    qsort(sorted, n, sizeof *sorted, kvpi_compare_places);
-    for (size_t i = 1; i < n; i++) {
-        const uint64_t a = sorted[i - 1].item, b = sorted[i].item;
-        if (sorted[i].start <= sorted[i - 1].last)
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s[%llu] and %s[%llu] overlap in dst", l->function, l->name,
-                               (unsigned long long)(a < b ? a : b), l->name, (unsigned long long)(a < b ? b : a));
-    }
-    return KVPRIM_OK;
-}
-#endif
-
-/* With KVPRIM_DEBUG: no destination shares a byte with another one. */
+/* Sorts the destinations: none begins before the previous one ends. Without memory this check is left out. */
 static kvprim_status kvpi_check_list_debug(const kvpi_list *l)
 {
     kvprim_status status = KVPRIM_OK;
-#ifdef KVPRIM_DEBUG
+    kvpi_place *const sorted = (kvpi_place *)malloc((size_t)l->count * sizeof *sorted);
     size_t n = 0;
-    kvpi_place *const places = (kvpi_place *)malloc((size_t)l->count * sizeof *places);
-    if (!places)
-        return KVPRIM_OK; /* without memory this check is left out */
-    for (uint64_t i = 0; i < l->count; i++) {
-        const uint64_t start = kvpi_start(l, kvpi_dst, i), bytes = kvpi_size(l, kvpi_dst, i);
-        if (bytes) {
-            const kvpi_place place = {start, kvpi_last_byte(start, bytes), i};
-            places[n++] = place;
+    for (uint64_t i = 0; sorted && i < l->count; i++)
+        if (kvpi_size(l, kvpi_dst, i)) {
+            const uint64_t start = kvpi_start(l, kvpi_dst, i);
+            const kvpi_place place = {start, kvpi_last_byte(start, kvpi_size(l, kvpi_dst, i)), i};
+            sorted[n++] = place;
         }
+    if (n > 0)
+        qsort(sorted, n, sizeof *sorted, kvpi_compare_places);
+    for (size_t i = 1; i < n && status == KVPRIM_OK; i++) {
+        const uint64_t a = sorted[i - 1].item, b = sorted[i].item;
+        if (sorted[i].start <= sorted[i - 1].last)
+            status = kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s[%llu] and %s[%llu] overlap in dst", l->function, l->name,
+                                 (unsigned long long)(a < b ? a : b), l->name, (unsigned long long)(a < b ? b : a));
     }
-    status = n ? kvpi_check_places(l, places, n) : KVPRIM_OK;
-    free(places);
-#else
-    (void)l;
-#endif
+    free(sorted);
     return status;
 }
+#endif
 
 /* What copy, unpack and unpack_meta have in common. `null`: another pointer that must be set and is not, or NULL. */
 static kvprim_status kvpi_check_buffers(const char *function, const char *null, int64_t reserved, const void *src,
@@ -4398,6 +4378,7 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512
 #undef KVPRIM_LIKELY
+#undef kvpi_check_list_debug
 #undef KVPRIM_COPY
 #undef KVPRIM_MOVE
 #undef KVPRIM_CONVERT
