@@ -28,14 +28,12 @@
            printf("slot 1 holds \"%s\", slot 4 \"%s\"\n", got[0], got[1]);
        }
 
-   What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
-   gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every layer, cache
-   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). Gather, store and
-   transfer can change the type of a row's elements on the way, into and out of FP8 and INT8 caches. It turns page
-   tables into slots. kvprim_cuda.cuh takes the same descriptors; the functions here are its reference.
-
-   What it does NOT do: own or allocate memory, start threads, or print. Without a format (>>format) it moves bytes, and
-   does not look at them.
+   It finds how much of a prompt is already cached (prefix compare), turns page tables into slots, and moves rows of keys
+   and values: gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every
+   layer, cache to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). Gather,
+   store and transfer can convert elements on the way, into and out of FP8 and INT8 caches; without a format (>>format)
+   they move bytes, and do not look at them. kvprim_cuda.cuh takes the same descriptors; the functions here are its
+   reference. They do NOT own or allocate memory, start threads, or print.
 
    Contents (search for the tag):
        >>config      macros that you may define
@@ -63,10 +61,12 @@
            >>impl_check_uses      one list of all that a call uses; whether two of them meet; checks of a whole move
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
-           >>impl_cpu_convert     its loop for rows whose elements change their type
+           >>impl_cpu_blocks      conversion of a few elements
+           >>impl_cpu_convert     the executor's loop for rows that convert; gather, store, transfer
            >>impl_preset          caches of engines
            >>impl_slots           page tables into slots
-           >>impl_copy            checks of lists of copies, which unpack shares; copies
+           >>impl_list            what copy and unpack share: whether any destination meets any source
+           >>impl_copy
            >>impl_unpack
            >>impl_unpack_meta
 
@@ -302,8 +302,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
    with the page_rows of the table, and the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory
    of the table, and data + scale_offset of each layer takes the place of scales. So scales lie inside the row
-   (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride; set page_stride,
-   too), or in memory of their own. Scales behind all rows of a layer extend its default layer stride.
+   (scale_offset = the row's bytes), after all rows of the page (scale_offset = page_rows * stride; set page_stride,
+   too), or in memory of their own. Scales after all rows of a layer extend its default layer stride.
 
    Scales of a move's dst must not overlap a row of it or, in a store, a row of the other cache. Scales that are written
    must not overlap any other scale; those that are only read may be shared, as by K and V. These checks compare single
@@ -354,10 +354,9 @@ enum { KVPRIM_SCALES_SHARED = -1 }; /* a scale_layer_stride: all layers have the
    a piece has row_bytes / H bytes; the other defaults are right if nothing is padded.
 
    Index rule, the same on every indexed side: row = index - base. If 0 <= row < rows, the row moves. Otherwise nothing
-   touches the table: gather writes a row of zeros, store and transfer skip the row. A negative row is padding and no
-   error. A row >= `rows` also adds one to *rejected, if there is such a counter. So -1 as padding (base 0), a reserved
-   slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked
-   mode. */
+   touches the table: gather writes a row of zeros, store and transfer skip the row. A negative row is padding; a row >=
+   `rows` adds one to *rejected, if there is such a counter. So -1 as padding (base 0), a reserved slot 0 (data at slot
+   1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked mode. */
 typedef struct kvprim_table {
     void *data;                  /* byte 0 of row 0; may be NULL if rows is 0 */
     int64_t rows;                /* the bound of every index. A side without an index has at least `count` rows. 0 with
@@ -3284,7 +3283,7 @@ static void kvpi_move_layer(const kvprim_move *m)
         kvpi_move_rows(m, kvpi_copy, kvpi_any_move, 0);
 }
 
-/* >>impl_cpu_convert -- the executor's loop over rows whose elements change their type */
+/* >>impl_cpu_blocks -- conversion of a few elements */
 
 /* Elements that are converted at a time, in local arrays: gcc's -O2 vectorises only loops of a constant length. */
 enum { kvpi_block = 64 };
@@ -3426,6 +3425,8 @@ KVPRIM_CONVERT(plain, )
 KVPRIM_CONVERT(avx2, KVPRIM_AVX2)
 KVPRIM_CONVERT(avx512, KVPRIM_AVX512)
 #endif
+
+/* >>impl_cpu_convert -- the executor's loop over rows whose elements change their type */
 
 /* A move that converts, in one layer: table.data and format.scales of its sides are the layer's. */
 typedef struct kvpi_conversion {
@@ -3646,11 +3647,12 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 
 /* >>impl_preset ---------------------------------------------------------------------------------------------------- */
 
-/* What the caches hold. `behind`: bytes of a row that follow all rows of its page. scale_min: the engines take a tile's
-   largest magnitude as 1e-4 at least, and so its scale as 1e-4 / 448, except in rows of 656 bytes. */
+/* What the caches hold. scale_stride: bytes from one row's scales to the next after all rows of a page; 0: they lie in
+   the row. scale_min: the engines take a tile's largest magnitude as 1e-4 at least, and so its scale as 1e-4 / 448,
+   except in rows of 656 bytes. */
 typedef struct kvpi_preset {
     const char *name;
-    int64_t converted, copied, tile, row_bytes, behind;
+    int64_t converted, copied, tile, row_bytes, scale_stride;
     kvprim_dtype scale_dtype;
     int32_t power_of_two, inverse;
     float scale_min;
@@ -3680,7 +3682,7 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
     if (rows < 1 || page_rows < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: %s is %lld, less than 1",
                            rows < 1 ? "rows" : "page_rows", (long long)(rows < 1 ? rows : page_rows));
-    const uint64_t page = kvpi_mul((uint64_t)page_rows, (uint64_t)(p->row_bytes + p->behind));
+    const uint64_t page = kvpi_mul((uint64_t)page_rows, (uint64_t)(p->row_bytes + p->scale_stride));
     if (page >= kvpi_too_large)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: page_rows is %lld, too large", (long long)page_rows);
     if (page_stride != 0 && page_stride < (int64_t)page)
@@ -3691,8 +3693,8 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
     kvprim_table *const k = &preset->k_cache, *const v = &preset->v_cache;
     f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
     f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
-    f->scale_offset = p->behind ? page_rows * p->row_bytes : p->converted;
-    f->scale_inverse = p->inverse, f->scale_stride = p->behind; /* 0: the row's */
+    f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : p->converted;
+    f->scale_inverse = p->inverse, f->scale_stride = p->scale_stride; /* 0: the row's */
     k->data = data, k->rows = rows, k->stride = p->row_bytes;
     k->page_rows = page_rows, k->page_stride = page_stride ? page_stride : (int64_t)page;
     if (p->copied) {
@@ -3861,11 +3863,11 @@ KVPRIM_API kvprim_status kvprim_slots(const kvprim_slots_desc *desc)
     return KVPRIM_OK;
 }
 
-/* >>impl_copy ------------------------------------------------------------------------------------------------------ */
+/* >>impl_list -- what copy and unpack share: whether any destination meets any source */
 
 enum { kvpi_dst, kvpi_src };
 
-/* What copy and unpack have in common, so that one check serves both: a list of copies from address to address. */
+/* A list of copies from address to address. */
 typedef struct kvpi_list {
     const char *function, *name;      /* of the array, for errors */
     const kvprim_copy_item *items;    /* either these ... */
@@ -4176,6 +4178,8 @@ static kvprim_status kvpi_check_list_debug(const kvpi_list *l)
     return status;
 }
 #endif
+
+/* >>impl_copy ------------------------------------------------------------------------------------------------------ */
 
 /* What copy, unpack and unpack_meta have in common. `null`: another pointer that must be set and is not, or NULL. */
 static kvprim_status kvpi_check_buffers(const char *function, const char *null, int64_t reserved, const void *src,
