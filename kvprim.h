@@ -95,8 +95,8 @@
    KVPRIM_API                  every translation unit: the attribute of all public functions, in place of KVPRIM_EXPORT.
                                KVPRIM_STATIC overrides it
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
-   KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. They sort them
-                               in memory from malloc, and skip the check if there is none.
+   KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. All items are
+                               then sorted as >>copy says of the slowest check.
    KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
                                call that moves or compares, except the named variants. The range has the function's
                                name, and profilers show it. Needs NVTX's header-only C API (nvtx3/ in the CUDA
@@ -1047,9 +1047,6 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#ifdef KVPRIM_DEBUG
-#include <stdlib.h>
-#endif
 
 #ifdef KVPRIM_X86
 #include <immintrin.h>
@@ -3759,24 +3756,19 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
                            d->starts);
     if (d->reserved_pages | d->reserved_token | d->reserved_slot | d->reserved)
         return kvpi_fail_reserved(function, "", "", "");
-    const struct {
-        const char *field;
-        kvprim_index_type type;
-    } types[] = {{"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
+    const kvpi_number types[] = {
+        {"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
     for (int k = 0; k < 3; k++)
-        if (types[k].type != KVPRIM_I32 && types[k].type != KVPRIM_I64)
+        if (types[k].value != KVPRIM_I32 && types[k].value != KVPRIM_I64)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                               types[k].field, (int)types[k].type);
+                               types[k].field, (int)types[k].value);
     return KVPRIM_OK;
 }
 
 static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d)
 {
     const int64_t int32_rows = (int64_t)1 << 31;
-    const struct {
-        const char *field;
-        int64_t value;
-    } sizes[] = {
+    const kvpi_number sizes[] = {
         {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
     KVPRIM_TRY(kvpi_check_given(function, d));
     for (int k = 0; k < 4; k++)
@@ -3866,6 +3858,11 @@ KVPRIM_API kvprim_status kvprim_slots(const kvprim_slots_desc *desc)
 /* >>impl_list -- what copy and unpack share: whether any destination meets any source */
 
 enum { kvpi_dst, kvpi_src };
+#ifdef KVPRIM_DEBUG
+enum { kvpi_debug = 1 }; /* destinations must not overlap each other, too */
+#else
+enum { kvpi_debug = 0 };
+#endif
 
 /* A list of copies from address to address. */
 typedef struct kvpi_list {
@@ -3919,7 +3916,7 @@ static kvpi_ends kvpi_list_ends(const kvpi_list *l, int side)
    There is no memory to sort all starts at once. So the addresses are cut into ranges of at most kvpi_sweep_starts
    starts; a pass over the list collects those of one range, which are then sorted on the stack.
 
-   kvpi_check_list_apart tries what is cheaper first: whether all destinations lie before or after all sources, then
+   kvpi_check_list tries what is cheaper first: whether all destinations lie before or after all sources, then
    kvpi_pages_apart. */
 enum {
     kvpi_sweep_starts = 4096,  /* sorted at a time; two such arrays take 32 KB of stack */
@@ -3945,6 +3942,11 @@ static kvprim_status kvpi_sweep_one(kvpi_sweep *s, int side, uint64_t i)
 {
     const kvpi_list *const l = s->list;
     const uint64_t start = kvpi_start(l, side, i), last = kvpi_last_byte(start, kvpi_size(l, side, i));
+    if (kvpi_debug && side == kvpi_dst && s->last[side] >= start) {
+        const uint64_t a = s->item[side] < i ? s->item[side] : i, b = s->item[side] < i ? i : s->item[side];
+        return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s[%llu] and %s[%llu] overlap in dst", l->function, l->name,
+                           (unsigned long long)a, l->name, (unsigned long long)b);
+    }
     if (s->last[!side] >= start) {
         const uint64_t d = side == kvpi_dst ? i : s->item[kvpi_dst], r = side == kvpi_src ? i : s->item[kvpi_src];
         return kvprim_fail(
@@ -4122,62 +4124,24 @@ static int kvpi_pages_apart(kvpi_sweep *s, uint64_t low, uint64_t high)
     return kvpi_granules_apart(s, low, high, shift);
 }
 
-/* No destination shares a byte with a source. */
-static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kvpi_ends src)
+/* No destination shares a byte with a source; with kvpi_debug, nor with another destination. */
+static kvprim_status kvpi_check_list(const kvpi_list *l, kvpi_ends dst, kvpi_ends src)
 {
     kvpi_sweep s;
-    const uint64_t low = dst.first > src.first ? dst.first : src.first;
-    const uint64_t high = dst.last < src.last ? dst.last : src.last;
-    if (low > high)
-        return KVPRIM_OK;
-    if (l->count > KVPRIM_MAX_COPIES)
+    const uint64_t first = dst.first < src.first ? dst.first : src.first, low = dst.first + src.first - first;
+    const uint64_t last = dst.last > src.last ? dst.last : src.last, high = dst.last + src.last - last;
+    if (low <= high && l->count > KVPRIM_MAX_COPIES)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d, and sources lie between destinations",
                            l->function, (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
     s.list = l;
     s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
-    if (kvpi_pages_apart(&s, low, high))
+    if (kvpi_debug)
+        return first > last ? KVPRIM_OK : kvpi_sweep_range(&s, first, last - first);
+    if (low > high || kvpi_pages_apart(&s, low, high))
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* below `low` all are of one side; low > 0, as NULL is refused */
     return kvpi_sweep_range(&s, low, high - low);
 }
-
-#ifndef KVPRIM_DEBUG
-#define kvpi_check_list_debug(list) KVPRIM_OK
-#else
-typedef struct kvpi_place {
-    uint64_t start, last, item;
-} kvpi_place;
-
-static int kvpi_compare_places(const void *a, const void *b)
-{
-    const uint64_t x = ((const kvpi_place *)a)->start, y = ((const kvpi_place *)b)->start;
-    return (x > y) - (x < y);
-}
-
-/* Sorts the destinations: none begins before the previous one ends. Without memory this check is left out. */
-static kvprim_status kvpi_check_list_debug(const kvpi_list *l)
-{
-    kvprim_status status = KVPRIM_OK;
-    kvpi_place *const sorted = (kvpi_place *)malloc((size_t)l->count * sizeof *sorted);
-    size_t n = 0;
-    for (uint64_t i = 0; sorted && i < l->count; i++)
-        if (kvpi_size(l, kvpi_dst, i)) {
-            const uint64_t start = kvpi_start(l, kvpi_dst, i);
-            const kvpi_place place = {start, kvpi_last_byte(start, kvpi_size(l, kvpi_dst, i)), i};
-            sorted[n++] = place;
-        }
-    if (n > 0)
-        qsort(sorted, n, sizeof *sorted, kvpi_compare_places);
-    for (size_t i = 1; i < n && status == KVPRIM_OK; i++) {
-        const uint64_t a = sorted[i - 1].item, b = sorted[i].item;
-        if (sorted[i].start <= sorted[i - 1].last)
-            status = kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s[%llu] and %s[%llu] overlap in dst", l->function, l->name,
-                                 (unsigned long long)(a < b ? a : b), l->name, (unsigned long long)(a < b ? b : a));
-    }
-    free(sorted);
-    return status;
-}
-#endif
 
 /* >>impl_copy ------------------------------------------------------------------------------------------------------ */
 
@@ -4242,8 +4206,7 @@ KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
     const uint64_t items = (uint64_t)(uintptr_t)desc->items;
     if (dst.first <= items + desc->count * sizeof *desc->items - 1 && dst.last >= items)
         KVPRIM_TRY(kvpi_check_items_apart(desc));
-    KVPRIM_TRY(kvpi_check_list_apart(&list, dst, src));
-    return kvpi_check_list_debug(&list);
+    return kvpi_check_list(&list, dst, src);
 }
 
 KVPRIM_API kvprim_status kvprim_copy(const kvprim_copy_desc *desc)
@@ -4310,9 +4273,9 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
             KVPRIM_TRY(kvpi_check_fragment(desc, i));
     const kvpi_list list = {
         function, "fragments", NULL, desc->fragments, {(uintptr_t)desc->dst, (uintptr_t)desc->src}, desc->count};
-    if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->src, desc->src_bytes))
-        KVPRIM_TRY(kvpi_check_list_apart(&list, kvpi_list_ends(&list, kvpi_dst), kvpi_list_ends(&list, kvpi_src)));
-    return kvpi_check_list_debug(&list);
+    if (!kvpi_debug && !kvpi_overlap(desc->dst, desc->dst_bytes, desc->src, desc->src_bytes))
+        return KVPRIM_OK;
+    return kvpi_check_list(&list, kvpi_list_ends(&list, kvpi_dst), kvpi_list_ends(&list, kvpi_src));
 }
 
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
@@ -4382,7 +4345,6 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512
 #undef KVPRIM_LIKELY
-#undef kvpi_check_list_debug
 #undef KVPRIM_COPY
 #undef KVPRIM_MOVE
 #undef KVPRIM_CONVERT
