@@ -28,12 +28,12 @@
            printf("slot 1 holds \"%s\", slot 4 \"%s\"\n", got[0], got[1]);
        }
 
-   It finds how much of a prompt is already cached (prefix compare), turns page tables into slots, and moves rows of keys
-   and values: gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every
-   layer, cache to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). Gather,
-   store and transfer can convert elements on the way, into and out of FP8 and INT8 caches; without a format (>>format)
-   they move bytes, and do not look at them. kvprim_cuda.cuh takes the same descriptors; the functions here are its
-   reference. They do NOT own or allocate memory, start threads, or print.
+   It finds how much of a prompt is already cached (prefix compare), turns page tables into slots, and moves rows of
+   keys and values: gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of
+   every layer, cache to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses).
+   Gather, store and transfer can convert elements on the way, into and out of FP8 and INT8 caches; without a format
+   (>>format) they move bytes, and do not look at them. kvprim_cuda.cuh takes the same descriptors; the functions here
+   are its reference. They do NOT own or allocate memory, start threads, or print.
 
    Contents (search for the tag):
        >>config      macros that you may define
@@ -158,12 +158,10 @@ extern "C" {
 
 /* >>version -------------------------------------------------------------------------------------------------------- */
 
-/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not use this
-   library. */
+/* KVPRIM_VERSION of the implementing unit. A caller that was compiled with another header must not use it. */
 KVPRIM_API uint32_t kvprim_version(void);
 
-/* sizeof a structure of this header by its name ("kvprim_table"), for bindings that declare it again; 0 for an unknown
-   name. */
+/* sizeof a structure of this header by its name ("kvprim_table"), for bindings; 0 for an unknown name. */
 KVPRIM_API size_t kvprim_sizeof(const char *struct_name);
 
 /* >>status --------------------------------------------------------------------------------------------------------- */
@@ -193,15 +191,13 @@ KVPRIM_API const char *kvprim_status_name(kvprim_status status);
 /* One sentence for a status, without the particulars. Static storage. */
 KVPRIM_API const char *kvprim_status_text(kvprim_status status);
 
-/* What went wrong in this thread's last failed call: function, field, values. "" before the first failure. Calls that
-   succeed do not change it. Valid until the thread's next failure. tcc has no thread-local storage: all threads then
-   share one text. */
+/* What went wrong in this thread's last failed call: function, field, values. "" before the first failure; valid until
+   the next, as calls that succeed do not change it. tcc has no thread-local storage: all threads share one text. */
 KVPRIM_API const char *kvprim_last_error(void);
 
 /* >>dtype ---------------------------------------------------------------------------------------------------------- */
 
-/* Element types. They begin at 16, so that an index type (KVPRIM_I64) or an enum that was left at 0 is never taken for
-   one. */
+/* Element types. They begin at 16: neither an index type (KVPRIM_I64) nor an enum that was left at 0 is one. */
 typedef enum kvprim_dtype {
     KVPRIM_U8 = 16,
     KVPRIM_F16 = 17,
@@ -548,10 +544,10 @@ enum {
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
    does, the bytes of that row and of the rows it goes to are unspecified.
    With more than one layer the check takes about 34 KB of stack.
-   Device layers: `rows` still has to be given, and bounds every index. The pointers in the array are not known at the
-   call, so nothing is checked that depends on them: NULL, overlap, and whether each has the memory that rows, strides
-   and `bytes` describe. dst.data (or src.data) is ignored. The array must not overlap what is written (checked where
-   that is known). With same_cache both sides name the same array.
+   Device layers: `rows` bounds every index, as always; dst.data (or src.data) is ignored. The pointers in the array are
+   not known at the call, so nothing that depends on them is checked: NULL, overlap, and the memory that rows, strides
+   and `bytes` describe. The array must not overlap what is written (checked where that is known). With same_cache both
+   sides name the same array.
    Errors: as kvprim_gather; ARGUMENT also for same_cache and host_index (neither 0 nor 1), same_cache with two caches,
    two arrays of layers or an array and a layer stride on one side, and an array of device layers that is not aligned to
    its pointers. */
@@ -646,11 +642,11 @@ enum { KVPRIM_MAX_COPIES = 1 << 18 }; /* more is KVPRIM_ERROR_SIZE */
 
 /* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
    call fails with KVPRIM_ERROR_OVERLAP).
-   Aliasing: no destination may share a byte with any source or with the array of items (checked). The check is fastest
-   where all destinations lie before or after all sources: two passes over the items. Pages whose addresses and sizes
-   are multiples of one power of two take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise the starts are
-   sorted, 4,096 for each further pass: 4,096 items take up to 0.6 ms, KVPRIM_MAX_COPIES 0.07 s, or up to 0.7 s if they
-   crowd in dozens of places. The check takes 36 KB of stack.
+   Aliasing: no destination may share a byte with any source or with the array of items (checked, with 36 KB of stack).
+   Two passes over the items do if all destinations lie before or after all sources. Pages, whose addresses and sizes
+   are multiples of one power of two, take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise starts are
+   sorted, 4,096 a pass: up to 0.6 ms for 4,096 items, 0.07 s for KVPRIM_MAX_COPIES, 0.7 s if they crowd in dozens of
+   places.
    Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP
    (names the items). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
@@ -662,10 +658,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
    A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
-   indices again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
-   rejected at other memory of the same kind, layout and alignment, and may lower count. It may do so with format.scales
-   and format.nans, too. All other fields are read-only, and so is rejected of a store's V move, which does not count. A
-   captured graph keeps the pointers that it was captured with. */
+   indices again. Between runs the caller may lower count, and may point table.data (or layers or device_layers, if it
+   is set), index, rejected, format.scales and format.nans at other memory of the same kind, layout and alignment. All
+   other fields are read-only, and so is rejected of a store's V move, which does not count. A captured graph keeps the
+   pointers that it was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -734,9 +730,8 @@ typedef struct kvprim_cuda_launch {
 
 /* >>check ----------------------------------------------------------------------------------------------------------
 
-   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with the defaults filled in
-   of every table and index that the call uses; with count == 0, a copy. It points to the same formats: their defaults
-   are in moves. */
+   The checks alone. If the descriptor is good and `resolved` is not NULL, it becomes a copy in which all tables and
+   indices that the call uses have their defaults. Formats are not copied: moves have them with their defaults. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
                                                             kvprim_gather_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
@@ -1425,8 +1420,8 @@ KVPRIM_AVX512 __attribute__((noinline)) static size_t kvpi_many_rest_avx512(cons
     return kvprim_prefix_i32_avx512(query, n, key, n);
 }
 
-/* The first 16 tokens of the query stay in a register. The function above compares only keys that share all of them,
-   and keys that start near the end of a page. */
+/* The first 16 tokens of the query stay in a register. kvpi_many_rest_avx512 compares the keys that share them all, and
+   those that start near the end of a page. */
 KVPRIM_AVX512 static size_t kvpi_many_avx512(const int32_t *query, size_t query_len, const int32_t *const *keys,
                                              const size_t *key_lens, size_t keys_count, size_t *out_len)
 {
@@ -1812,7 +1807,7 @@ static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_byte
     return kvpi_add(last, (uint64_t)kvpi_piece_of(t, row_bytes));
 }
 
-/* Pages that follow each other without a gap are no pages, unless their scales do not; and heads that do so are one. */
+/* Leaves out pages that follow each other without a gap, unless there are gaps between their scales; and such heads. */
 static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
 {
     kvprim_table *const t = &side->table;
@@ -2147,7 +2142,7 @@ static kvprim_status kvpi_check_all_aligned(const kvprim_move *m, const kvprim_s
     return kvpi_check_multiples(m, side, &layers, 1, bytes);
 }
 
-/* What can be checked of a format before its table's rows are. The table has its defaults. */
+/* Checks a format. Its table has its defaults; where its rows and scales lie is checked later. */
 KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
@@ -2197,8 +2192,8 @@ static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
     return area;
 }
 
-/* Where a side's scales lie in layer 0. In the table's memory they lie in its layers. It copies no table: loads of what
-   was just written in other widths took a third of a check. */
+/* A side's scales, whose layers are the table's if they lie in its memory. Copies no table: loads of what was just
+   written in other widths took a third of a check. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
@@ -2227,8 +2222,8 @@ static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
     return reach ? kvpi_add(reach, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride)) : 0;
 }
 
-/* Scales are aligned, lie apart from each other if they are written, and inside their table's memory if its size is
-   known. If they lie in the table's memory, they extend the side's bytes and the default layer stride. */
+/* Scales are aligned, lie apart from each other if they are written, and inside their memory if its size is known. In
+   the table's memory they extend the side's bytes and the default layer stride. */
 KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
 {
     kvprim_format *const f = &side->format;
@@ -2492,8 +2487,7 @@ typedef struct kvpi_step {
 typedef struct kvpi_pieces {
     kvpi_step loops[4];
     int count;
-    int64_t at, piece, span; /* bytes from the area's start to the first piece, of a piece, and from the first to the
-                                last */
+    int64_t at, piece, span; /* bytes: from the area's start to the first piece, of a piece, of all pieces and gaps */
 } kvpi_pieces;
 
 /* `pages` pages of an area, from byte `at` on, of `rows` rows each. */
@@ -2542,10 +2536,10 @@ static void kvpi_enter_loop(kvpi_pieces *p)
         p->loops[k] = p->loops[k + 1];
 }
 
-/* Whether a piece of `a`, which starts at 0, and one of `b`, at `delta`, overlap. Loops of the same stride go together:
-   s is a's step less b's. Steps are taken only where their insides overlap: the engines' caches of 4 million rows take
-   1 to 5. Strides that have nothing in common may need as many steps as there are rows. So after `budget` of them the
-   answer is yes: such scales are refused, and of such K and V row 0 decides. */
+/* Whether a piece of `a`, which starts at 0, and one of `b`, at `delta`, overlap. The outer loop of both goes first; if
+   they have the same stride, both go at once: s is a's step minus b's. Only steps at which the inner loops may overlap
+   are looked at: 1 to 5 for the engines' caches of 4 million rows, but as many as there are rows if the strides have
+   nothing in common. So after `budget` steps the answer is yes. */
 static int kvpi_any_meet(int64_t delta, kvpi_pieces a, kvpi_pieces b, int *budget)
 {
     if (delta >= a.span || -delta >= b.span)
@@ -2583,8 +2577,8 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b, int *budget)
 }
 
 enum {
-    kvpi_meet_budget = 1 << 16, /* steps of kvpi_any_meet: about 1 ms */
-    kvpi_pair_budget = 1 << 12  /* the same for K beside V: about 60 us */
+    kvpi_meet_budget = 1 << 16, /* steps of kvpi_any_meet: about 1 ms. Then scales are refused */
+    kvpi_pair_budget = 1 << 12  /* for K beside V: about 60 us. Then row 0 of both decides */
 };
 
 /* >>impl_check_uses -- whether two things that a call uses meet, and it writes one of them */
@@ -2659,7 +2653,7 @@ static kvprim_status kvpi_check_areas(const char *function, const kvpi_use *a, c
         if (layers == 1 || kvpi_overlap(a->data, a->bytes, y.table.data, b->side->bytes))
             meet = kvpi_areas_meet(&x, &y, &budget);
     }
-    if (meet && a_rows && budget < 0) /* too many steps: then only row 0 of K and of V are compared */
+    if (meet && a_rows && budget < 0)
         meet = kvpi_overlap(x.table.data, (uint64_t)kvpi_piece_of(&x.table, x.row_bytes), y.table.data,
                             (uint64_t)kvpi_piece_of(&y.table, y.row_bytes));
     return !meet ? KVPRIM_OK
@@ -2684,7 +2678,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use
     if (in_cache && (scales || a->kind == kvpi_dst_rows))
         return kvpi_check_areas(function, a, b);
     if ((scales && !a->side->format.scales) || (b->kind == kvpi_scales && !b->side->format.scales))
-        return KVPRIM_OK; /* of these, rows in the same memory have the bytes */
+        return KVPRIM_OK; /* the rows' bytes include those of scales in the same memory */
     kvpi_use layer = *b;
     for (int32_t l = 0; b->kind <= kvpi_dst_rows && l < m->layers; l++) {
         layer.data = kvprim_side_layer(b->side, l), layer.bytes = b->side->bytes;
@@ -3128,8 +3122,8 @@ KVPRIM_COPY(kvpi_copy_avx2, KVPRIM_AVX2, __m256i, _mm256_loadu_si256, _mm256_sto
 KVPRIM_COPY(kvpi_copy_avx512, KVPRIM_AVX512, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
 #endif
 
-/* A row that does not move as one copy: it lies in pieces on at least one side, or has no source and becomes zeros. Goes
-   up to the end of the nearer piece, until the row is done. */
+/* A row that lies in pieces on at least one side, or becomes zeros, as it has no source: up to the end of the nearer
+   piece, until the row is done. */
 static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
 {
     const int64_t dst_piece = m->dst.piece_bytes, src_piece = m->src.piece_bytes;
@@ -3146,7 +3140,7 @@ static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
     }
 }
 
-/* A row that starts inside a line touches one line more. Prefetching that one, too, costs more than it gains. */
+/* Without the line more that a row touches if it starts inside one: prefetching that costs more than it gains. */
 KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
 {
     for (size_t b = 0; b < bytes; b += 64)
@@ -3179,9 +3173,8 @@ static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
     return s;
 }
 
-/* Moves one layer. Row i moves after the rows up to kvpi_rows_ahead after it have been found and, if an index names
-   them, prefetched: one for each row that moves, as the memory takes only so many at once. `stream`: see
-   kvpi_stream_bytes. */
+/* Moves one layer. Each turn finds the row that is kvpi_rows_ahead further on, prefetches it if an index names it, and
+   moves row i: memory takes only so many prefetches at once. `stream`: see kvpi_stream_bytes. */
 KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, kvpi_kind kind, int stream)
 {
     /* A copy, so that the compiler knows that no row lies over it. No call gets its address: it would escape. */
@@ -3914,10 +3907,7 @@ static kvpi_ends kvpi_list_ends(const kvpi_list *l, int side)
 /* A sweep visits destinations and sources in the order of their first bytes, their starts. A destination overlaps a
    source exactly if the one that starts later starts before the last byte that the other side has reached so far.
    There is no memory to sort all starts at once. So the addresses are cut into ranges of at most kvpi_sweep_starts
-   starts; a pass over the list collects those of one range, which are then sorted on the stack.
-
-   kvpi_check_list tries what is cheaper first: whether all destinations lie before or after all sources, then
-   kvpi_pages_apart. */
+   starts; a pass over the list collects those of one range, which are then sorted on the stack. */
 enum {
     kvpi_sweep_starts = 4096,  /* sorted at a time; two such arrays take 32 KB of stack */
     kvpi_sweep_buckets = 4096, /* into which a range with more starts is cut; a power of two */
