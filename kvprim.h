@@ -1122,29 +1122,25 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
 
 static KVPRIM_THREAD_LOCAL char kvpi_error_text[256];
 
-#define KVPRIM_STATUS_NAME(name, value, text)                                                                          \
-    case name:                                                                                                         \
-        return #name;
-#define KVPRIM_STATUS_TEXT(name, value, text)                                                                          \
-    case name:                                                                                                         \
-        return text;
+static const char *kvpi_status_words(kvprim_status status, int text)
+{
+#define KVPRIM_STATUS_WORDS(name, value, words)                                                                        \
+    if (status == name)                                                                                                \
+        return text ? words : #name;
+    KVPRIM_STATUS_LIST(KVPRIM_STATUS_WORDS)
+#undef KVPRIM_STATUS_WORDS
+    return "unknown kvprim_status";
+}
+
 KVPRIM_API const char *kvprim_status_name(kvprim_status status)
 {
-    switch (status) {
-        KVPRIM_STATUS_LIST(KVPRIM_STATUS_NAME)
-    }
-    return "unknown kvprim_status";
+    return kvpi_status_words(status, 0);
 }
 
 KVPRIM_API const char *kvprim_status_text(kvprim_status status)
 {
-    switch (status) {
-        KVPRIM_STATUS_LIST(KVPRIM_STATUS_TEXT)
-    }
-    return "unknown kvprim_status";
+    return kvpi_status_words(status, 1);
 }
-#undef KVPRIM_STATUS_NAME
-#undef KVPRIM_STATUS_TEXT
 
 KVPRIM_API const char *kvprim_last_error(void)
 {
@@ -3343,15 +3339,6 @@ KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, 
     }
 }
 
-/* Of the first n numbers of a block. The loop has a constant length, too. */
-KVPRIM_INLINE uint32_t kvpi_count_nans(const float *x, size_t n)
-{
-    uint32_t nans = 0;
-    for (int i = 0; i < kvpi_block; i++)
-        nans += (uint32_t)(kvpi_is_nan(x[i]) & (i < (int)n));
-    return nans;
-}
-
 /* Converts n elements that lie one after the other on both sides. Returns how many NaNs there were. */
 typedef uint32_t kvpi_convert_fn(char *dst, kvprim_dtype to, const char *src, kvprim_dtype from, size_t n,
                                  kvpi_scaling scaling, float scale);
@@ -3372,7 +3359,8 @@ KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const cha
             for (int i = 0; i < kvpi_block; i++)
                 x[i] = kvpi_product(x[i], scale);
         if (to == KVPRIM_INT8)
-            nans += kvpi_count_nans(x, some);
+            for (int i = 0; i < kvpi_block; i++)
+                nans += (uint32_t)(kvpi_is_nan(x[i]) & (i < (int)some));
         kvpi_store_block(dst + done * to_bytes, x, to, some);
     }
     return nans;
