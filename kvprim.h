@@ -254,9 +254,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
 /* >>format ---------------------------------------------------------------------------------------------------------
 
-   What the elements of a table are, if a move converts them: kvprim_table.format. If both sides of a move have a
-   format, the row's elements change their type on the way. If neither has one, or both have the same type without
-   scales, bytes move as they are.
+   kvprim_table.format says what a table's elements are. If both sides of a move have a format, elements change their
+   type on the way. If neither has one, or both have the same type without scales, bytes move as they are.
 
        from                to                  how
        F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type
@@ -273,9 +272,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
    it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
-   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math and its parts (most are an
-   #error; clang does not reveal -freciprocal-math and -funsafe-math-optimizations), and a thread that rounds to nearest
-   and does not flush denormals to zero.
+   need IEEE 754's fp32: an implementing unit compiled without -ffast-math and its parts (most are an #error; clang
+   hides -freciprocal-math and -funsafe-math-optimizations), a thread that rounds to nearest and flushes no denormals.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
 
@@ -288,9 +286,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
                             with scale_power_of_two (always in F8E8M0) the power of two at or above that. NaN does not
                             count, infinity counts as the largest finite fp32
 
-   Of a row that is skipped by the index rule neither elements nor scales are written. If a scale that is read is 0,
-   negative, infinite or NaN, the result is what fp32 arithmetic gives, by the rules above. Fields that have no meaning
-   with a kind of scale must be 0.
+   A row that the index rule skips gets no scales either. If a scale that is read is 0, negative, infinite or NaN, the
+   result is what fp32 arithmetic gives, by the rules above. Fields without a meaning for a kind of scale must be 0.
 
    Where they lie: the scale of tile t of row r is at
 
@@ -371,8 +368,7 @@ typedef struct kvprim_table {
     int64_t reserved;
 } kvprim_table;
 
-/* The type of indices and slots; KVPRIM_INT32 and KVPRIM_INT64 are element types. 0 is an error wherever an index is
-   given. */
+/* The type of indices and slots; KVPRIM_INT32 and KVPRIM_INT64 are element types. 0 is an error beside an index. */
 typedef enum kvprim_index_type { KVPRIM_I32 = 1, KVPRIM_I64 = 2 } kvprim_index_type;
 
 /* Returns the table with its defaults filled in for rows of row_bytes; heads is at least 1. */
@@ -405,8 +401,7 @@ typedef struct kvprim_preset {
 
    In the last three, as in the engines, no scale is less than 1e-4 / 448.
 
-   A store then needs k of k_elements of bf16, with a format that says so, and, if v_elements is not 0, v of v_elements
-   * 2 bytes without a format.
+   A store then needs k of k_elements bf16, with a format that says so, and v of v_elements * 2 bytes (0: none) without.
    Errors: NULL (name, preset), SIZE (rows or page_rows less than 1 or too large; page_stride less than a page's bytes),
    ARGUMENT (an unknown name; the error lists the known ones). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows,
@@ -439,8 +434,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *
 
 /* >>store ----------------------------------------------------------------------------------------------------------
 
-   For i in [0, count): k_cache row (slot[i * slot_stride] - slot_base) = k row i, and likewise v; other slots follow
-   the index rule. */
+   For i in [0, count): k_cache row (slot[i * slot_stride] - slot_base) = k row i, and so v; see the index rule. */
 typedef struct kvprim_store_desc {
     kvprim_table k_cache, v_cache, k, v; /* K only (MLA): leave v_cache, v and v_bytes at zero */
     int64_t k_bytes, v_bytes;            /* bytes of a row; K and V may differ */
@@ -545,12 +539,10 @@ enum {
    does, the bytes of that row and of the rows it goes to are unspecified.
    With more than one layer the check takes about 34 KB of stack.
    Device layers: `rows` bounds every index, as always; dst.data (or src.data) is ignored. The pointers in the array are
-   not known at the call, so nothing that depends on them is checked: NULL, overlap, and the memory that rows, strides
-   and `bytes` describe. The array must not overlap what is written (checked where that is known). With same_cache both
-   sides name the same array.
+   not known at the call, so nothing that depends on them is checked: NULL, overlap, memory that rows, strides and
+   `bytes` describe. The array must not overlap what is written (checked if known). With same_cache there is one array.
    Errors: as kvprim_gather; ARGUMENT also for same_cache and host_index (neither 0 nor 1), same_cache with two caches,
-   two arrays of layers or an array and a layer stride on one side, and an array of device layers that is not aligned to
-   its pointers. */
+   two arrays of layers or an array and a layer stride on one side, and device layers that are not aligned. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
 
 /* >>unpack ---------------------------------------------------------------------------------------------------------
@@ -618,8 +610,7 @@ enum { KVPRIM_MAX_UNPACK_META = 1 << 28 }; /* more is KVPRIM_ERROR_SIZE */
    Aliasing: destinations must overlap neither each other nor any fragment's source. Nobody checks that: where they do,
    the bytes are unspecified. src and dst may be one buffer. [dst, dst + dst_bytes) and rejected must overlap neither
    each other nor the descriptors nor count (checked).
-   Errors: NULL (desc, meta, count; src and dst unless they have 0 bytes), ARGUMENT (reserved; meta, count or rejected
-   not aligned), SIZE, OVERLAP. */
+   Errors: NULL (desc, meta, count; src, dst unless of 0 bytes), ARGUMENT (reserved; not aligned), SIZE, OVERLAP. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc);
 
 /* >>copy -----------------------------------------------------------------------------------------------------------
@@ -645,10 +636,8 @@ enum { KVPRIM_MAX_COPIES = 1 << 18 }; /* more is KVPRIM_ERROR_SIZE */
    Aliasing: no destination may share a byte with any source or with the array of items (checked, with 36 KB of stack).
    Two passes over the items do if all destinations lie before or after all sources. Pages, whose addresses and sizes
    are multiples of one power of two, take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise starts are
-   sorted, 4,096 a pass: up to 0.6 ms for 4,096 items, 0.07 s for KVPRIM_MAX_COPIES, 0.7 s if they crowd in dozens of
-   places.
-   Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP
-   (names the items). */
+   sorted, 4,096 a pass: up to 0.6 ms for 4,096 items, 0.07 s for KVPRIM_MAX_COPIES, 0.7 s if they crowd together.
+   Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
 
 /* >>move -----------------------------------------------------------------------------------------------------------
@@ -660,8 +649,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
    A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
    indices again. Between runs the caller may lower count, and may point table.data (or layers or device_layers, if it
    is set), index, rejected, format.scales and format.nans at other memory of the same kind, layout and alignment. All
-   other fields are read-only, and so is rejected of a store's V move, which does not count. A captured graph keeps the
-   pointers that it was captured with. */
+   other fields are read-only, and rejected of a store's V move, which does not count. A graph keeps its pointers. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -753,8 +741,7 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 }
 #endif
 
-/* For kvprim's headers alone: clang before 20 has no __grid_constant__. Kernels work without it, but may copy their
-   parameters to local memory. */
+/* For kvprim's headers alone: clang before 20 has none. Then kernels may copy their parameters to local memory. */
 #if defined(__clang__) && defined(__CUDA__) && __clang_major__ < 20
 #define KVPRIM_GRID_CONSTANT
 #else
@@ -1356,8 +1343,7 @@ KVPRIM_AVX512 static inline size_t kvpi_short_avx512(const int32_t *a, const int
 }
 
 /* a + i is aligned to a cache line and b + i is not, so every load from b + i would cross two lines. This function
-   loads whole lines of b and permutes each vector out of two of them. Returns i, advanced past the blocks of 64 tokens
-   that are equal. */
+   permutes each vector out of two whole lines of b. Returns i, advanced past the equal blocks of 64 tokens. */
 KVPRIM_AVX512 static inline size_t kvpi_shifted_avx512(const int32_t *a, const int32_t *b, size_t i, size_t n)
 {
     const size_t shift = ((uintptr_t)(b + i) >> 2) % 16;
@@ -2178,13 +2164,12 @@ typedef struct kvpi_area {
     kvprim_table table; /* of layer 0 */
     int64_t row_bytes, rows, layer_stride;
     int32_t layers;
-    int written;
 } kvpi_area;
 
 static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvpi_area area = {side->table,        kvpi_side_bytes(side),          kvpi_used_rows(m, side),
-                            side->layer_stride, (int32_t)kvpi_stacked(m, side), side == &m->dst};
+    const kvpi_area area = {side->table, kvpi_side_bytes(side), kvpi_used_rows(m, side), side->layer_stride,
+                            (int32_t)kvpi_stacked(m, side)};
     return area;
 }
 
@@ -2207,7 +2192,6 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     a.table.page_rows = tiled ? t->page_rows : 0, a.table.page_stride = a.table.page_rows ? f->scale_page_stride : 0;
     a.layers = f->scales ? m->layers : (int32_t)kvpi_stacked(m, side);
     a.layer_stride = f->scales ? f->scale_layer_stride : side->layer_stride;
-    a.written = side == &m->dst && tiled;
     return a;
 }
 
@@ -2256,7 +2240,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
     if (reach >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes its scales reach further than",
                                kvpi_too_large);
-    if (a.written) {
+    if (side == &m->dst && f->scale == KVPRIM_SCALE_TILE) {
         uint64_t span;
         KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)bytes, &span));
     }
@@ -2368,8 +2352,7 @@ static uint64_t kvpi_layer_address(const kvprim_side *side, int32_t l)
     return (uint64_t)(uintptr_t)kvprim_side_layer(side, l);
 }
 
-/* The first of n > 0 sorted addresses that is at least x, or n. Without a branch on the addresses, which no processor
-   predicts. */
+/* The first of n > 0 sorted addresses that is at least x, or n. No branch depends on addresses: none is predictable. */
 static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
 {
     const uint64_t *low = sorted;
@@ -2701,8 +2684,7 @@ static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, i
     return KVPRIM_OK;
 }
 
-/* From the lowest byte of all layers, *first, to the highest layer, *last. Returns whether each starts after the one
-   before it. */
+/* Finds the lowest layer, *first, and the highest, *last. Returns whether each starts after the one before it. */
 static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char **first, const char **last)
 {
     const int32_t n = m->layers;
@@ -2736,8 +2718,9 @@ KVPRIM_SELDOM void kvpi_add_scales(kvpi_uses *u, const kvprim_move *m, const kvp
     if (!side->format.scales && side != &m->dst)
         return;
     const kvpi_area a = kvpi_scales_area(m, side);
+    const int written = side == &m->dst && side->format.scale == KVPRIM_SCALE_TILE;
     kvpi_use *const use =
-        kvpi_add_use(u, kvpi_scales, a.written, kvpi_name(m, side), a.table.data, kvpi_area_bytes(&a, a.layers), 1);
+        kvpi_add_use(u, kvpi_scales, written, kvpi_name(m, side), a.table.data, kvpi_area_bytes(&a, a.layers), 1);
     use->move = m, use->side = side;
 }
 
@@ -3033,8 +3016,7 @@ enum {
     kvpi_prefetch_bytes = 1024, /* of a row; the hardware foresees the rest */
     kvpi_run_bytes = 4096       /* rows that are neighbours on both sides move as one until they have so many bytes */
 };
-/* Layers of so many bytes are written past the caches: no line is read before it is written. Smaller ones may stay in a
-   cache for their reader. */
+/* Larger layers are written past the caches: no line is read first. Smaller ones may stay there for their reader. */
 static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 
 /* To the second-level cache: the first has too few lines in flight. */
@@ -3118,8 +3100,7 @@ KVPRIM_COPY(kvpi_copy_avx2, KVPRIM_AVX2, __m256i, _mm256_loadu_si256, _mm256_sto
 KVPRIM_COPY(kvpi_copy_avx512, KVPRIM_AVX512, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
 #endif
 
-/* A row that lies in pieces on at least one side, or becomes zeros, as it has no source: up to the end of the nearer
-   piece, until the row is done. */
+/* A row in pieces on at least one side, or without a source (zeros): from piece's end to piece's end of either side. */
 static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
 {
     const int64_t dst_piece = m->dst.piece_bytes, src_piece = m->src.piece_bytes;
@@ -3151,8 +3132,7 @@ static void kvpi_prefetch_pieces(const kvprim_side *side, const char *row, size_
         kvpi_prefetch(row, piece < bytes - done ? piece : bytes - done);
 }
 
-/* The most common moves, for which the compiler leaves out the rest: packed int32 indices on one side, no pages or
-   heads. */
+/* The most common moves have code of their own: packed int32 indices on one side, no pages or heads. */
 typedef enum kvpi_kind { kvpi_any_move, kvpi_plain_gather, kvpi_plain_store } kvpi_kind;
 
 static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
@@ -3487,8 +3467,7 @@ static char *kvpi_element_at(const kvprim_side *side, int64_t bytes, char *row, 
     return row + piece * side->table.head_stride + in_piece;
 }
 
-/* Converts the elements from `first` to `end` - 1 with one scale. src NULL: they become zeros. Returns how many NaNs
-   there were. */
+/* Converts the elements from `first` to `end` - 1 with one scale. src NULL: zeros. Returns how many NaNs there were. */
 static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char *src, int64_t first, int64_t end,
                                       float scale)
 {
@@ -3625,9 +3604,8 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 
 /* >>impl_preset ---------------------------------------------------------------------------------------------------- */
 
-/* What the caches hold. scale_stride: bytes from one row's scales to the next after all rows of a page; 0: they lie in
-   the row. scale_min: the engines take a tile's largest magnitude as 1e-4 at least, and so its scale as 1e-4 / 448,
-   except in rows of 656 bytes. */
+/* What the caches hold. scale_stride: from one row's scales to the next after all rows of a page; 0: they lie in the
+   row. scale_min: except in rows of 656 bytes, engines take a tile's largest magnitude as 1e-4 at least. */
 typedef struct kvpi_preset {
     const char *name;
     int64_t converted, copied, tile, row_bytes, scale_stride;
@@ -3853,8 +3831,7 @@ typedef struct kvpi_list {
     uint64_t base[2], count;
 } kvpi_list;
 
-/* kvpi_start and kvpi_size: where item i begins on one side, and how many bytes it has there. The source of zeros has
-   0 bytes. */
+/* Where item i begins on one side, and how many bytes it has there: 0 if it is the source of zeros. */
 KVPRIM_INLINE uint64_t kvpi_start(const kvpi_list *l, int side, uint64_t i)
 {
     if (l->items)
@@ -3938,8 +3915,7 @@ static kvprim_status kvpi_sweep_one(kvpi_sweep *s, int side, uint64_t i)
     return KVPRIM_OK;
 }
 
-/* Visits those that start in [low, low + width] in the order of the list, for starts that are all equal or all of one
-   side: their order does not matter. */
+/* Visits those that start in [low, low + width], which are all equal or of one side: their order does not matter. */
 static kvprim_status kvpi_sweep_unsorted(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     const kvpi_list *const l = s->list;
@@ -4024,8 +4000,7 @@ static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int sh
     }
 }
 
-/* Visits those that start in [low, low + width], in order. The width loses 12 bits at each level of recursion, so there
-   are at most 6 levels. */
+/* Visits those that start in [low, low + width], in order. Each of at most 6 levels takes 12 bits of the width. */
 static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     uint8_t ends[kvpi_sweep_buckets / 8] = {0};
