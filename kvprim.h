@@ -2786,6 +2786,7 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u)
 
 /* >>impl_moves ----------------------------------------------------------------------------------------------------- */
 
+/* `moves`: where they are written; a function that writes none passes its name. */
 static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count, const void *moves)
 {
     if (!moves)
@@ -3748,9 +3749,8 @@ static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d
 KVPRIM_API kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved)
 {
     static const char function[] = "kvprim_slots";
-    kvprim_slots_desc d;
-    KVPRIM_TRY(kvpi_check_desc(function, desc, desc ? &desc->count : NULL, &d));
-    d = *desc;
+    KVPRIM_TRY(kvpi_check_desc(function, desc, desc ? &desc->count : NULL, function));
+    kvprim_slots_desc d = *desc;
     if (d.count > 0)
         KVPRIM_TRY(kvpi_check_slots(function, &d));
     if (resolved)
