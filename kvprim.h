@@ -2647,7 +2647,7 @@ static kvprim_status kvpi_check_areas(const char *function, const kvpi_use *a, c
 KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use *a, const kvpi_use *b)
 {
     const kvprim_move *const m = b->kind <= kvpi_dst_rows || b->kind == kvpi_scales ? b->move : NULL;
-    const int both_rows = a->kind == kvpi_dst_rows && b->kind == kvpi_src_rows && a->move == m;
+    const int both_rows = a->kind == kvpi_dst_rows && b->kind == kvpi_src_rows;
     const int in_cache = b->kind == kvpi_dst_rows || (b->kind == kvpi_scales && b->side == &m->dst);
     const int scales = a->kind == kvpi_scales && a->side == &a->move->dst;
     if ((both_rows && m->same_cache) || (a->kind == kvpi_nans && b->kind == kvpi_nans)) /* K and V may count together */
