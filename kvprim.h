@@ -28,14 +28,12 @@
            printf("slot 1 holds \"%s\", slot 4 \"%s\"\n", got[0], got[1]);
        }
 
-   What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
-   gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every layer, cache
-   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). Gather, store and
-   transfer can change the type of a row's elements on the way, into and out of FP8 and INT8 caches. It turns page
-   tables into slots. kvprim_cuda.cuh takes the same descriptors; the functions here are its reference.
-
-   What it does NOT do: own or allocate memory, start threads, or print. Without a format (>>format) it moves bytes, and
-   does not look at them.
+   It finds how much of a prompt is already cached (prefix compare), turns page tables into slots, and moves rows of
+   keys and values: gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of
+   every layer, cache to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses).
+   Gather, store and transfer can convert elements on the way, into and out of FP8 and INT8 caches; without a format
+   (>>format) they move bytes, and do not look at them. kvprim_cuda.cuh takes the same descriptors; the functions here
+   are its reference. They do NOT own or allocate memory, start threads, or print.
 
    Contents (search for the tag):
        >>config      macros that you may define
@@ -59,14 +57,16 @@
            >>impl_check_format    checks of a side's element type, and of its scales
            >>impl_check_side      checks of one side, its index and `rejected`
            >>impl_check_layers    overlap of layers
-           >>impl_check_scales    overlap of scales and counters with what else a conversion reads and writes
-           >>impl_check_move      checks of a whole move, and of K beside V
+           >>impl_check_areas     whether a row or a scale meets another one
+           >>impl_check_uses      one list of all that a call uses; whether two of them meet; checks of a whole move
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
-           >>impl_cpu_convert     its loop for rows whose elements change their type
+           >>impl_cpu_blocks      conversion of a few elements
+           >>impl_cpu_convert     the executor's loop for rows that convert; gather, store, transfer
            >>impl_preset          caches of engines
            >>impl_slots           page tables into slots
-           >>impl_copy            checks of lists of copies, which unpack shares; copies
+           >>impl_list            what copy and unpack share: whether any destination meets any source
+           >>impl_copy
            >>impl_unpack
            >>impl_unpack_meta
 
@@ -95,8 +95,8 @@
    KVPRIM_API                  every translation unit: the attribute of all public functions, in place of KVPRIM_EXPORT.
                                KVPRIM_STATIC overrides it
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
-   KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. They sort them
-                               in memory from malloc, and skip the check if there is none.
+   KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. All items are
+                               then sorted as >>copy says of the slowest check.
    KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
                                call that moves or compares, except the named variants. The range has the function's
                                name, and profilers show it. Needs NVTX's header-only C API (nvtx3/ in the CUDA
@@ -158,12 +158,10 @@ extern "C" {
 
 /* >>version -------------------------------------------------------------------------------------------------------- */
 
-/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not use this
-   library. */
+/* KVPRIM_VERSION of the implementing unit. A caller that was compiled with another header must not use it. */
 KVPRIM_API uint32_t kvprim_version(void);
 
-/* sizeof a structure of this header by its name ("kvprim_table"), for bindings that declare it again; 0 for an unknown
-   name. */
+/* sizeof a structure of this header by its name ("kvprim_table"), for bindings; 0 for an unknown name. */
 KVPRIM_API size_t kvprim_sizeof(const char *struct_name);
 
 /* >>status --------------------------------------------------------------------------------------------------------- */
@@ -193,15 +191,13 @@ KVPRIM_API const char *kvprim_status_name(kvprim_status status);
 /* One sentence for a status, without the particulars. Static storage. */
 KVPRIM_API const char *kvprim_status_text(kvprim_status status);
 
-/* What went wrong in this thread's last failed call: function, field, values. "" before the first failure. Calls that
-   succeed do not change it. Valid until the thread's next failure. tcc has no thread-local storage: all threads then
-   share one text. */
+/* What went wrong in this thread's last failed call: function, field, values. "" before the first failure; valid until
+   the next, as calls that succeed do not change it. tcc has no thread-local storage: all threads share one text. */
 KVPRIM_API const char *kvprim_last_error(void);
 
 /* >>dtype ---------------------------------------------------------------------------------------------------------- */
 
-/* Element types. They begin at 16, so that an index type (KVPRIM_I64) or an enum that was left at 0 is never taken for
-   one. */
+/* Element types. They begin at 16: neither an index type (KVPRIM_I64) nor an enum that was left at 0 is one. */
 typedef enum kvprim_dtype {
     KVPRIM_U8 = 16,
     KVPRIM_F16 = 17,
@@ -258,9 +254,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
 /* >>format ---------------------------------------------------------------------------------------------------------
 
-   What the elements of a table are, if a move converts them: kvprim_table.format. If both sides of a move have a
-   format, the row's elements change their type on the way. If neither has one, or both have the same type without
-   scales, bytes move as they are.
+   kvprim_table.format says what a table's elements are. If both sides of a move have a format, elements change their
+   type on the way. If neither has one, or both have the same type without scales, bytes move as they are.
 
        from                to                  how
        F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type
@@ -277,9 +272,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
    it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
-   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math and its parts (most are an
-   #error; clang does not reveal -freciprocal-math and -funsafe-math-optimizations), and a thread that rounds to nearest
-   and does not flush denormals to zero.
+   need IEEE 754's fp32: an implementing unit compiled without -ffast-math and its parts (most are an #error; clang
+   hides -freciprocal-math and -funsafe-math-optimizations), a thread that rounds to nearest and flushes no denormals.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
 
@@ -292,9 +286,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
                             with scale_power_of_two (always in F8E8M0) the power of two at or above that. NaN does not
                             count, infinity counts as the largest finite fp32
 
-   Of a row that is skipped by the index rule neither elements nor scales are written. If a scale that is read is 0,
-   negative, infinite or NaN, the result is what fp32 arithmetic gives, by the rules above. Fields that have no meaning
-   with a kind of scale must be 0.
+   A row that the index rule skips gets no scales either. If a scale that is read is 0, negative, infinite or NaN, the
+   result is what fp32 arithmetic gives, by the rules above. Fields without a meaning for a kind of scale must be 0.
 
    Where they lie: the scale of tile t of row r is at
 
@@ -302,8 +295,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
    with the page_rows of the table, and the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory
    of the table, and data + scale_offset of each layer takes the place of scales. So scales lie inside the row
-   (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride; set page_stride,
-   too), or in memory of their own. Scales behind all rows of a layer extend its default layer stride.
+   (scale_offset = the row's bytes), after all rows of the page (scale_offset = page_rows * stride; set page_stride,
+   too), or in memory of their own. Scales after all rows of a layer extend its default layer stride.
 
    Scales of a move's dst must not overlap a row of it or, in a store, a row of the other cache. Scales that are written
    must not overlap any other scale; those that are only read may be shared, as by K and V. These checks compare single
@@ -354,10 +347,9 @@ enum { KVPRIM_SCALES_SHARED = -1 }; /* a scale_layer_stride: all layers have the
    a piece has row_bytes / H bytes; the other defaults are right if nothing is padded.
 
    Index rule, the same on every indexed side: row = index - base. If 0 <= row < rows, the row moves. Otherwise nothing
-   touches the table: gather writes a row of zeros, store and transfer skip the row. A negative row is padding and no
-   error. A row >= `rows` also adds one to *rejected, if there is such a counter. So -1 as padding (base 0), a reserved
-   slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked
-   mode. */
+   touches the table: gather writes a row of zeros, store and transfer skip the row. A negative row is padding; a row >=
+   `rows` adds one to *rejected, if there is such a counter. So -1 as padding (base 0), a reserved slot 0 (data at slot
+   1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked mode. */
 typedef struct kvprim_table {
     void *data;                  /* byte 0 of row 0; may be NULL if rows is 0 */
     int64_t rows;                /* the bound of every index. A side without an index has at least `count` rows. 0 with
@@ -376,8 +368,7 @@ typedef struct kvprim_table {
     int64_t reserved;
 } kvprim_table;
 
-/* The type of indices and slots; KVPRIM_INT32 and KVPRIM_INT64 are element types. 0 is an error wherever an index is
-   given. */
+/* The type of indices and slots; KVPRIM_INT32 and KVPRIM_INT64 are element types. 0 is an error beside an index. */
 typedef enum kvprim_index_type { KVPRIM_I32 = 1, KVPRIM_I64 = 2 } kvprim_index_type;
 
 /* Returns the table with its defaults filled in for rows of row_bytes; heads is at least 1. */
@@ -410,8 +401,7 @@ typedef struct kvprim_preset {
 
    In the last three, as in the engines, no scale is less than 1e-4 / 448.
 
-   A store then needs k of k_elements of bf16, with a format that says so, and, if v_elements is not 0, v of v_elements
-   * 2 bytes without a format.
+   A store then needs k of k_elements bf16, with a format that says so, and v of v_elements * 2 bytes (0: none) without.
    Errors: NULL (name, preset), SIZE (rows or page_rows less than 1 or too large; page_stride less than a page's bytes),
    ARGUMENT (an unknown name; the error lists the known ones). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows,
@@ -444,8 +434,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *
 
 /* >>store ----------------------------------------------------------------------------------------------------------
 
-   For i in [0, count): k_cache row (slot[i * slot_stride] - slot_base) = k row i, and likewise v; other slots follow
-   the index rule. */
+   For i in [0, count): k_cache row (slot[i * slot_stride] - slot_base) = k row i, and so v; see the index rule. */
 typedef struct kvprim_store_desc {
     kvprim_table k_cache, v_cache, k, v; /* K only (MLA): leave v_cache, v and v_bytes at zero */
     int64_t k_bytes, v_bytes;            /* bytes of a row; K and V may differ */
@@ -549,13 +538,11 @@ enum {
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
    does, the bytes of that row and of the rows it goes to are unspecified.
    With more than one layer the check takes about 34 KB of stack.
-   Device layers: `rows` still has to be given, and bounds every index. The pointers in the array are not known at the
-   call, so nothing is checked that depends on them: NULL, overlap, and whether each has the memory that rows, strides
-   and `bytes` describe. dst.data (or src.data) is ignored. The array must not overlap what is written (checked where
-   that is known). With same_cache both sides name the same array.
+   Device layers: `rows` bounds every index, as always; dst.data (or src.data) is ignored. The pointers in the array are
+   not known at the call, so nothing that depends on them is checked: NULL, overlap, memory that rows, strides and
+   `bytes` describe. The array must not overlap what is written (checked if known). With same_cache there is one array.
    Errors: as kvprim_gather; ARGUMENT also for same_cache and host_index (neither 0 nor 1), same_cache with two caches,
-   two arrays of layers or an array and a layer stride on one side, and an array of device layers that is not aligned to
-   its pointers. */
+   two arrays of layers or an array and a layer stride on one side, and device layers that are not aligned. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
 
 /* >>unpack ---------------------------------------------------------------------------------------------------------
@@ -623,8 +610,7 @@ enum { KVPRIM_MAX_UNPACK_META = 1 << 28 }; /* more is KVPRIM_ERROR_SIZE */
    Aliasing: destinations must overlap neither each other nor any fragment's source. Nobody checks that: where they do,
    the bytes are unspecified. src and dst may be one buffer. [dst, dst + dst_bytes) and rejected must overlap neither
    each other nor the descriptors nor count (checked).
-   Errors: NULL (desc, meta, count; src and dst unless they have 0 bytes), ARGUMENT (reserved; meta, count or rejected
-   not aligned), SIZE, OVERLAP. */
+   Errors: NULL (desc, meta, count; src, dst unless of 0 bytes), ARGUMENT (reserved; not aligned), SIZE, OVERLAP. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc);
 
 /* >>copy -----------------------------------------------------------------------------------------------------------
@@ -647,13 +633,11 @@ enum { KVPRIM_MAX_COPIES = 1 << 18 }; /* more is KVPRIM_ERROR_SIZE */
 
 /* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
    call fails with KVPRIM_ERROR_OVERLAP).
-   Aliasing: no destination may share a byte with any source or with the array of items (checked). The check is fastest
-   where all destinations lie before or after all sources: two passes over the items. Pages whose addresses and sizes
-   are multiples of one power of two take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise the starts are
-   sorted, 4,096 for each further pass: 4,096 items take up to 0.6 ms, KVPRIM_MAX_COPIES 0.07 s, or up to 0.7 s if they
-   crowd in dozens of places. The check takes 36 KB of stack.
-   Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP
-   (names the items). */
+   Aliasing: no destination may share a byte with any source or with the array of items (checked, with 36 KB of stack).
+   Two passes over the items do if all destinations lie before or after all sources. Pages, whose addresses and sizes
+   are multiples of one power of two, take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise starts are
+   sorted, 4,096 a pass: up to 0.6 ms for 4,096 items, 0.07 s for KVPRIM_MAX_COPIES, 0.7 s if they crowd together.
+   Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
 
 /* >>move -----------------------------------------------------------------------------------------------------------
@@ -663,10 +647,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
    A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
-   indices again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
-   rejected at other memory of the same kind, layout and alignment, and may lower count. It may do so with format.scales
-   and format.nans, too. All other fields are read-only, and so is rejected of a store's V move, which does not count. A
-   captured graph keeps the pointers that it was captured with. */
+   indices again. Between runs the caller may lower count, and may point table.data (or layers or device_layers, if it
+   is set), index, rejected, format.scales and format.nans at other memory of the same kind, layout and alignment. All
+   other fields are read-only, and rejected of a store's V move, which does not count. A graph keeps its pointers. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -735,9 +718,8 @@ typedef struct kvprim_cuda_launch {
 
 /* >>check ----------------------------------------------------------------------------------------------------------
 
-   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with the defaults filled in
-   of every table and index that the call uses; with count == 0, a copy. It points to the same formats: their defaults
-   are in moves. */
+   The checks alone. If the descriptor is good and `resolved` is not NULL, it becomes a copy in which all tables and
+   indices that the call uses have their defaults. Formats are not copied: moves have them with their defaults. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
                                                             kvprim_gather_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
@@ -759,8 +741,7 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 }
 #endif
 
-/* For kvprim's headers alone: clang before 20 has no __grid_constant__. Kernels work without it, but may copy their
-   parameters to local memory. */
+/* For kvprim's headers alone: clang before 20 has none. Then kernels may copy their parameters to local memory. */
 #if defined(__clang__) && defined(__CUDA__) && __clang_major__ < 20
 #define KVPRIM_GRID_CONSTANT
 #else
@@ -1139,9 +1120,6 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#ifdef KVPRIM_DEBUG
-#include <stdlib.h>
-#endif
 
 #ifdef KVPRIM_X86
 #include <immintrin.h>
@@ -1171,7 +1149,7 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1) /* for the order of the code: a taken branch costs up to 2 cycles */
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
-#define KVPRIM_SELDOM __attribute__((noinline, cold)) static /* inlined, it would slow down its caller */
+#define KVPRIM_SELDOM __attribute__((noinline)) static /* inlined, it would slow down its caller */
 #else
 #define KVPRIM_LIKELY(x) (x)
 #define KVPRIM_INLINE static inline
@@ -1222,28 +1200,24 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
 
 static KVPRIM_THREAD_LOCAL char kvpi_error_text[256];
 
+static const char *kvpi_status_words(kvprim_status status, int text)
+{
+#define KVPRIM_STATUS_WORDS(name, value, words)                                                                        \
+    if (status == name)                                                                                                \
+        return text ? words : #name;
+    KVPRIM_STATUS_LIST(KVPRIM_STATUS_WORDS)
+#undef KVPRIM_STATUS_WORDS
+    return "unknown kvprim_status";
+}
+
 KVPRIM_API const char *kvprim_status_name(kvprim_status status)
 {
-    switch (status) {
-#define KVPRIM_STATUS_CASE(name, value, text)                                                                          \
-    case name:                                                                                                         \
-        return #name;
-        KVPRIM_STATUS_LIST(KVPRIM_STATUS_CASE)
-#undef KVPRIM_STATUS_CASE
-    }
-    return "unknown kvprim_status";
+    return kvpi_status_words(status, 0);
 }
 
 KVPRIM_API const char *kvprim_status_text(kvprim_status status)
 {
-    switch (status) {
-#define KVPRIM_STATUS_CASE(name, value, text)                                                                          \
-    case name:                                                                                                         \
-        return text;
-        KVPRIM_STATUS_LIST(KVPRIM_STATUS_CASE)
-#undef KVPRIM_STATUS_CASE
-    }
-    return "unknown kvprim_status";
+    return kvpi_status_words(status, 1);
 }
 
 KVPRIM_API const char *kvprim_last_error(void)
@@ -1460,8 +1434,7 @@ KVPRIM_AVX512 static inline size_t kvpi_short_avx512(const int32_t *a, const int
 }
 
 /* a + i is aligned to a cache line and b + i is not, so every load from b + i would cross two lines. This function
-   loads whole lines of b and permutes each vector out of two of them. Returns i, advanced past the blocks of 64 tokens
-   that are equal. */
+   permutes each vector out of two whole lines of b. Returns i, advanced past the equal blocks of 64 tokens. */
 KVPRIM_AVX512 static inline size_t kvpi_shifted_avx512(const int32_t *a, const int32_t *b, size_t i, size_t n)
 {
     const size_t shift = ((uintptr_t)(b + i) >> 2) % 16;
@@ -1520,8 +1493,8 @@ KVPRIM_AVX512 __attribute__((noinline)) static size_t kvpi_many_rest_avx512(cons
     return kvprim_prefix_i32_avx512(query, n, key, n);
 }
 
-/* The first 16 tokens of the query stay in a register. The function above compares only keys that share all of them,
-   and keys that start near the end of a page. */
+/* The first 16 tokens of the query stay in a register. kvpi_many_rest_avx512 compares the keys that share them all, and
+   those that start near the end of a page. */
 KVPRIM_AVX512 static size_t kvpi_many_avx512(const int32_t *query, size_t query_len, const int32_t *const *keys,
                                              const size_t *key_lens, size_t keys_count, size_t *out_len)
 {
@@ -1802,6 +1775,12 @@ static uint64_t kvpi_add(uint64_t a, uint64_t b)
     return b > kvpi_too_large || a > kvpi_too_large - b ? kvpi_too_large : a + b;
 }
 
+static int kvpi_overlap(const void *a, uint64_t a_bytes, const void *b, uint64_t b_bytes)
+{
+    const uint64_t x = (uint64_t)(uintptr_t)a, y = (uint64_t)(uintptr_t)b;
+    return x <= y ? y - x < a_bytes && b_bytes : x - y < b_bytes && a_bytes;
+}
+
 static int64_t kvpi_piece_of(const kvprim_table *t, int64_t row_bytes)
 {
     return t->heads > 1 ? row_bytes / t->heads : row_bytes;
@@ -1878,15 +1857,6 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
         f->scale_page_stride = f->scales      ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f->scale_stride)
                                : t->page_rows ? t->page_stride
                                               : 0;
-    if (f->scale_layer_stride == 0 && f->scales) { /* any of the loops may be outside */
-        const uint64_t page_rows = (uint64_t)(t->page_rows ? t->page_rows : t->rows);
-        const uint64_t pages = page_rows ? ((uint64_t)t->rows + page_rows - 1) / page_rows : 0;
-        const uint64_t by_page = kvpi_mul(t->page_rows ? pages : 0, (uint64_t)f->scale_page_stride);
-        const uint64_t by_row = kvpi_mul(page_rows, (uint64_t)f->scale_stride);
-        const uint64_t by_tile = kvpi_mul(tiles, (uint64_t)f->scale_tile_stride);
-        const uint64_t most = by_page > by_row ? by_page : by_row;
-        f->scale_layer_stride = (int64_t)(most > by_tile ? most : by_tile);
-    }
 }
 
 /* Where the last byte of rows 0 to `rows` - 1 ends. A whole page may reach further than a last one that is not full. */
@@ -1910,7 +1880,7 @@ static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_byte
     return kvpi_add(last, (uint64_t)kvpi_piece_of(t, row_bytes));
 }
 
-/* Pages that follow each other without a gap are no pages, unless their scales do not; and heads that do so are one. */
+/* Leaves out pages that follow each other without a gap, unless there are gaps between their scales; and such heads. */
 static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
 {
     kvprim_table *const t = &side->table;
@@ -1936,11 +1906,6 @@ static const char *kvpi_name(const kvprim_move *m, const kvprim_side *side)
     return side == &m->dst ? m->names->dst : m->names->src;
 }
 
-static const char *kvpi_index_name(const kvprim_move *m, const kvprim_side *side)
-{
-    return side == &m->dst ? m->names->dst_index : m->names->src_index;
-}
-
 /* "kvprim_store: k_cache.stride is 8, less than a row's bytes, 16". A layer stride is no field of the table. */
 static kvprim_status kvpi_fail_field(const kvprim_move *m, const kvprim_side *side, const char *field, int64_t value,
                                      const char *why, uint64_t other)
@@ -1950,9 +1915,17 @@ static kvprim_status kvpi_fail_field(const kvprim_move *m, const kvprim_side *si
                        field, (long long)value, why, (unsigned long long)other);
 }
 
-static kvprim_status kvpi_not_zero(const char *function, const char *field)
+/* A field and its value. */
+typedef struct kvpi_number {
+    const char *field;
+    int64_t value;
+} kvpi_number;
+
+/* `of`: " of " and a name, or "". */
+static kvprim_status kvpi_fail_reserved(const char *function, const char *of, const char *name, const char *member)
 {
-    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is not 0: zero-initialise the structure", function, field);
+    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field%s%s%s is not 0: zero-initialise the structure",
+                       function, of, name, member);
 }
 
 /* The rows of a side that a move can touch. */
@@ -1961,43 +1934,45 @@ static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
     return side->index ? side->table.rows : m->count;
 }
 
+/* One of these numbers is negative. */
+KVPRIM_SELDOM kvprim_status kvpi_fail_negative(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvprim_table *const t = &side->table;
+    const kvpi_number fields[] = {
+        {"rows", t->rows},     {"page_rows", t->page_rows},         {"heads", t->heads},
+        {"stride", t->stride}, {"page_stride", t->page_stride},     {"head_stride", t->head_stride},
+        {"bytes", t->bytes},   {"layer_stride", side->layer_stride}};
+    int k = 0;
+    while (fields[k].value >= 0)
+        k++;
+    return kvpi_fail_field(m, side, fields[k].field, fields[k].value, "less than", 0);
+}
+
 /* The fields one by one, before the defaults. */
 static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
     const int64_t row_bytes = kvpi_side_bytes(side), piece = kvpi_piece_of(t, row_bytes);
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
-    if (m->row_bytes < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
-                           (long long)m->row_bytes);
-    if (t->rows < 0)
-        return kvpi_fail_field(m, side, "rows", t->rows, "less than", 0);
+    if ((t->rows | t->page_rows | t->heads | t->stride | t->page_stride | t->head_stride | t->bytes |
+         side->layer_stride) < 0)
+        return kvpi_fail_negative(m, side);
     if (t->rows < kvpi_used_rows(m, side))
         return kvpi_fail_field(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
     if (t->rows == 0 && (t->data || side->layers || side->device_layers))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.rows is 0, but its data is set", m->names->function,
                            kvpi_name(m, side));
-    if (t->page_rows < 0)
-        return kvpi_fail_field(m, side, "page_rows", t->page_rows, "less than", 0);
-    if (t->heads < 0)
-        return kvpi_fail_field(m, side, "heads", t->heads, "less than", 0);
     if (t->heads > 1 && piece * t->heads != row_bytes)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the bytes of a row,",
                                (uint64_t)row_bytes);
     if (t->stride && t->stride < piece)
         return kvpi_fail_field(m, side, "stride", t->stride, least, (uint64_t)piece);
-    if (t->page_stride < 0 || (t->page_rows && t->page_stride && t->page_stride < piece))
+    if (t->page_rows && t->page_stride && t->page_stride < piece)
         return kvpi_fail_field(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
-    if (t->head_stride < 0 || (t->heads > 1 && t->head_stride < piece))
-        return kvpi_fail_field(m, side, "head_stride", t->head_stride, "less than the bytes of one head,",
-                               (uint64_t)piece);
-    if (t->bytes < 0)
-        return kvpi_fail_field(m, side, "bytes", t->bytes, "less than", 0);
-    if (side->layer_stride < 0)
-        return kvpi_fail_field(m, side, "layer_stride", side->layer_stride, "less than", 0);
+    if (t->heads > 1 && t->head_stride < piece)
+        return kvpi_fail_field(m, side, "head_stride", t->head_stride, least, (uint64_t)piece);
     if (t->reserved_heads | t->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field of %s is not 0: zero-initialise the structure",
-                           m->names->function, kvpi_name(m, side));
+        return kvpi_fail_reserved(m->names->function, " of ", kvpi_name(m, side), "");
     return KVPRIM_OK;
 }
 
@@ -2034,7 +2009,7 @@ static uint64_t kvpi_packed_layer(const kvpi_loop *loops, int count)
 {
     uint64_t most = 0;
     for (int k = 0; k < count; k++) {
-        const uint64_t bytes = loops[k].stride == 0 ? 0 : kvpi_mul(loops[k].n, loops[k].stride);
+        const uint64_t bytes = kvpi_mul(loops[k].n, loops[k].stride);
         most = bytes > most ? bytes : most;
     }
     return most;
@@ -2124,9 +2099,6 @@ KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
     if (m->same_cache && !kvpi_same_bytes(dst, src))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
                            function, m->names->src, m->names->dst);
-    if (m->row_bytes < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, m->names->row_bytes,
-                           (long long)m->row_bytes);
     if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
                            m->names->row_bytes, (long long)m->row_bytes);
@@ -2151,9 +2123,7 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale;
     if (f->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: a reserved field of %s.format is not 0: zero-initialise the structure",
-                           m->names->function, kvpi_name(m, side));
+        return kvpi_fail_reserved(m->names->function, " of ", kvpi_name(m, side), ".format");
     if (kind < 0 || kind > KVPRIM_SCALE_TILE)
         return kvpi_fail_format(m, side, "scale", kind, "no kind of scale");
     if (kind && !kvpi_is_quantised(f->dtype))
@@ -2179,72 +2149,73 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
 static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_format *const f = side->table.format;
-    const int kind = (int)f->scale;
+    const int kind = (int)f->scale, own = f->scales != NULL, per_tile = kind == KVPRIM_SCALE_TILE;
+    const int shared = f->scale_layer_stride == KVPRIM_SCALES_SHARED && !per_tile;
     const struct {
-        const char *field;
+        const char *name;
         int64_t value;
         int is_used, is_size;
     } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, kind, 0},
-                  {"scale_power_of_two", f->scale_power_of_two, kind == KVPRIM_SCALE_TILE, 0},
+                  {"scale_power_of_two", f->scale_power_of_two, per_tile, 0},
                   {"scale_inverse", f->scale_inverse, kind, 0},
-                  {"scale_min", f->scale_min != 0, kind == KVPRIM_SCALE_TILE, 0},
+                  {"scale_min", f->scale_min != 0, per_tile, 0},
                   {"tile", f->tile, kind >= KVPRIM_SCALE_HEAD, 1},
-                  {"scales", f->scales != NULL, kind, 0},
+                  {"scales", own, kind, 0},
                   {"scale_offset", f->scale_offset, kind, 1},
                   {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD, 1},
-                  {"scale_stride", f->scale_stride, kind == KVPRIM_SCALE_TILE, 1},
-                  {"scale_page_stride", f->scale_page_stride, kind == KVPRIM_SCALE_TILE, 1},
-                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL,
-                   f->scale_layer_stride != KVPRIM_SCALES_SHARED || kind == KVPRIM_SCALE_TILE},
-                  {"scales_bytes", f->scales_bytes, f->scales != NULL, 1}};
-    for (size_t k = 0; k < sizeof fields / sizeof *fields; k++) {
-        if (fields[k].value && !fields[k].is_used)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
-                               m->names->function, kvpi_name(m, side), fields[k].field, kind,
-                               kind && !f->scales ? " in the table's memory" : "");
-        if (fields[k].is_size && fields[k].value < 0)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
-                               kvpi_name(m, side), fields[k].field, (long long)fields[k].value);
-    }
+                  {"scale_stride", f->scale_stride, per_tile, 1},
+                  {"scale_page_stride", f->scale_page_stride, per_tile, 1},
+                  {"scale_layer_stride", f->scale_layer_stride, own, !shared},
+                  {"scales_bytes", f->scales_bytes, own, 1}};
+    for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
+        if (!KVPRIM_LIKELY(fields[k].value == 0)) {
+            if (!fields[k].is_used)
+                return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
+                                   m->names->function, kvpi_name(m, side), fields[k].name, kind,
+                                   kind && !own ? " in the table's memory" : "");
+            if (fields[k].is_size && fields[k].value < 0)
+                return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
+                                   kvpi_name(m, side), fields[k].name, (long long)fields[k].value);
+        }
     return KVPRIM_OK;
 }
 
-/* A pointer that a conversion uses is aligned to `bytes`. */
+/* A pointer that a conversion uses is aligned to `bytes`, a power of two. */
 static kvprim_status kvpi_check_aligned(const kvprim_move *m, const kvprim_side *side, const char *field,
                                         const void *pointer, int32_t bytes)
 {
-    if ((uintptr_t)pointer % (uintptr_t)bytes == 0)
+    if (((uintptr_t)pointer & (uintptr_t)(bytes - 1)) == 0)
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.%s (%p) is not aligned to %d bytes", m->names->function,
                        kvpi_name(m, side), field, pointer, (int)bytes);
 }
 
-/* The same for a distance between such pointers. */
-static kvprim_status kvpi_check_multiple(const kvprim_move *m, const kvprim_side *side, const char *field,
-                                         int64_t value, int32_t bytes)
+/* The same for distances between such pointers. */
+static kvprim_status kvpi_check_multiples(const kvprim_move *m, const kvprim_side *side, const kvpi_number *d, int n,
+                                          int32_t bytes)
 {
-    return value % bytes == 0 ? KVPRIM_OK
-                              : kvpi_fail_field(m, side, field, value,
-                                                "no multiple of the bytes of an element or scale,", (uint64_t)bytes);
-}
-
-/* All elements of all rows are aligned to `bytes`. The table has its defaults. */
-static kvprim_status kvpi_check_table_aligned(const kvprim_move *m, const kvprim_side *side, int32_t bytes)
-{
-    const kvprim_table *const t = &side->table;
-    if (bytes == 1)
-        return KVPRIM_OK;
-    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", t->data, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "stride", t->stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "page_stride", t->page_rows ? t->page_stride : 0, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "head_stride", t->heads > 1 ? t->head_stride : 0, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", kvpi_stacked(m, side) > 1 ? side->layer_stride : 0, bytes));
-    for (int32_t l = 1; side->layers && l < m->layers; l++)
-        KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
+    for (int k = 0; k < n; k++)
+        if (d[k].value & (bytes - 1))
+            return kvpi_fail_field(m, side, d[k].field, d[k].value, "no multiple of the bytes of an element or scale,",
+                                   (uint64_t)bytes);
     return KVPRIM_OK;
 }
 
-/* What can be checked of a format before its table's rows are. The table has its defaults. */
+/* All elements of all rows, or all scales in their memory, are aligned to `bytes`: each layer, and `n` distances. */
+static kvprim_status kvpi_check_all_aligned(const kvprim_move *m, const kvprim_side *side, const kvpi_number *d, int n,
+                                            int32_t bytes)
+{
+    const kvpi_number layers = {"layer_stride", kvpi_stacked(m, side) > 1 ? side->layer_stride : 0};
+    if (bytes == 1)
+        return KVPRIM_OK;
+    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
+    KVPRIM_TRY(kvpi_check_multiples(m, side, d, n, bytes));
+    for (int32_t l = 1; side->layers && l < m->layers; l++)
+        KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
+    return kvpi_check_multiples(m, side, &layers, 1, bytes);
+}
+
+/* Checks a format. Its table has its defaults; where its rows and scales lie is checked later. */
 KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
@@ -2273,7 +2244,10 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
                                 "and there are several layers: set it, or KVPRIM_SCALES_SHARED");
     if (f->scales && f->scale_dtype != KVPRIM_F8E8M0)
         KVPRIM_TRY(kvpi_check_aligned(m, side, "format.scales", f->scales, 4));
-    return kvpi_check_table_aligned(m, side, bytes);
+    const kvpi_number distances[] = {{"stride", t->stride},
+                                     {"page_stride", t->page_rows ? t->page_stride : 0},
+                                     {"head_stride", t->heads > 1 ? t->head_stride : 0}};
+    return kvpi_check_all_aligned(m, side, distances, 3, bytes);
 }
 
 /* The memory of a side's rows, or of its scales. Scales form a table, too: its heads are their tiles. */
@@ -2281,37 +2255,35 @@ typedef struct kvpi_area {
     kvprim_table table; /* of layer 0 */
     int64_t row_bytes, rows, layer_stride;
     int32_t layers;
-    int written;
 } kvpi_area;
 
 static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvpi_area area = {side->table,        kvpi_side_bytes(side),          kvpi_used_rows(m, side),
-                            side->layer_stride, (int32_t)kvpi_stacked(m, side), side == &m->dst};
+    const kvpi_area area = {side->table, kvpi_side_bytes(side), kvpi_used_rows(m, side), side->layer_stride,
+                            (int32_t)kvpi_stacked(m, side)};
     return area;
 }
 
-/* Where a side's scales lie in layer 0. In the table's memory they lie in its layers. */
+/* A side's scales, whose layers are the table's if they lie in its memory. Copies no table: loads of what was just
+   written in other widths took a third of a check. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvprim_format f = side->format;
-    const int tiled = f.scale == KVPRIM_SCALE_TILE;
-    kvpi_area area = kvpi_rows_area(m, side);
-    kvprim_table *const t = &area.table;
-    area.written = side == &m->dst && tiled;
-    t->heads =
-        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f.dtype) / f.tile);
-    t->head_stride = f.scale_tile_stride;
-    area.row_bytes = (int64_t)t->heads * kvpi_dtype_bytes(f.scale_dtype);
-    t->stride = tiled ? f.scale_stride : area.row_bytes;
-    t->page_stride = t->page_rows ? f.scale_page_stride : 0;
-    if (!tiled)
-        t->page_rows = 0, t->rows = area.rows = 1;
-    if (f.scales)
-        area.layers = m->layers, area.layer_stride = f.scale_layer_stride, t->data = f.scales;
-    else
-        t->data = t->data ? (char *)t->data + f.scale_offset : NULL;
-    return area;
+    const kvprim_table *const t = &side->table;
+    const kvprim_format *const f = &side->format;
+    const int tiled = f->scale == KVPRIM_SCALE_TILE;
+    char *const inside = t->data ? (char *)t->data + f->scale_offset : NULL;
+    kvpi_area a;
+    a.table.heads =
+        f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f->dtype) / f->tile);
+    a.row_bytes = (int64_t)a.table.heads * kvpi_dtype_bytes(f->scale_dtype);
+    a.table.data = f->scales ? f->scales : inside;
+    a.table.head_stride = f->scale_tile_stride;
+    a.table.rows = tiled ? t->rows : 1, a.rows = tiled ? kvpi_used_rows(m, side) : 1;
+    a.table.stride = tiled ? f->scale_stride : a.row_bytes;
+    a.table.page_rows = tiled ? t->page_rows : 0, a.table.page_stride = a.table.page_rows ? f->scale_page_stride : 0;
+    a.layers = f->scales ? m->layers : (int32_t)kvpi_stacked(m, side);
+    a.layer_stride = f->scales ? f->scale_layer_stride : side->layer_stride;
+    return a;
 }
 
 /* From an area's first byte to its last, of one layer or of all. */
@@ -2321,62 +2293,56 @@ static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
     return reach ? kvpi_add(reach, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride)) : 0;
 }
 
-/* All scales are aligned. The side has its layer stride. */
-static kvprim_status kvpi_check_scales_aligned(const kvprim_move *m, const kvprim_side *side, const kvprim_format *f)
-{
-    const int32_t bytes = kvpi_dtype_bytes(f->scale_dtype);
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_offset", f->scale_offset, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_tile_stride", f->scale_tile_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_stride", f->scale_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_page_stride", f->scale_page_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_layer_stride", f->scale_layer_stride, bytes));
-    if (f->scales)
-        return KVPRIM_OK; /* kvpi_check_format() has looked at it */
-    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
-    if (kvpi_stacked(m, side) > 1)
-        KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
-    for (int32_t l = 1; side->layers && l < m->layers; l++)
-        KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
-    return KVPRIM_OK;
-}
-
-/* Scales are aligned, lie apart from each other if they are written, and inside their table's memory if its size is
-   known. If they lie in the table's memory, they extend the side's bytes and the default layer stride. */
+/* Scales are aligned, lie apart from each other if they are written, and inside their memory if its size is known. In
+   the table's memory they extend the side's bytes and the default layer stride. */
 KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
 {
-    const kvprim_format f = side->format;
-    const int32_t bytes = kvpi_dtype_bytes(f.scale_dtype);
+    kvprim_format *const f = &side->format;
+    const int32_t bytes = kvpi_dtype_bytes(f->scale_dtype);
     kvpi_area a = kvpi_scales_area(m, side);
-    const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f.scale_offset;
+    const int64_t used_rows = a.rows;
+    const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f->scale_offset;
     const uint64_t page_rows = a.table.page_rows ? (uint64_t)a.table.page_rows : rows;
     kvpi_loop loops[4] = {
         {"format.scale_tile_stride", (uint64_t)a.table.head_stride, (uint64_t)a.table.heads},
         {"format.scale_stride", (uint64_t)a.table.stride, page_rows < rows ? page_rows : rows},
-        {"format.scale_page_stride", (uint64_t)a.table.page_stride, (rows - 1) / page_rows + 1},
-        {f.scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
-    kvpi_area all = a;
-    all.rows = a.table.rows;
-    if (!f.scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&all, 1)) > (uint64_t)side->layer_stride) {
-        side->layer_stride = (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* they lie behind all rows */
-        all.layer_stride = a.layer_stride = side->layer_stride;
+        {"format.scale_page_stride", (uint64_t)a.table.page_stride, page_rows < rows ? (rows - 1) / page_rows + 1 : 1},
+        {f->scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
+    if (f->scale == KVPRIM_SCALE_TILE && f->scales && f->scale_layer_stride == 0) { /* packed, whole pages at least */
+        const uint64_t whole = kvpi_mul(page_rows, loops[1].stride), packed = kvpi_packed_layer(loops, 3);
+        a.layer_stride = f->scale_layer_stride = (int64_t)(whole > packed ? whole : packed);
         loops[3].stride = (uint64_t)a.layer_stride;
     }
-    KVPRIM_TRY(kvpi_check_scales_aligned(m, side, &f));
-    const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&all, a.layers));
+    const kvpi_number distances[] = {{"format.scale_offset", f->scale_offset},
+                                     {"format.scale_tile_stride", f->scale_tile_stride},
+                                     {"format.scale_stride", f->scale_stride},
+                                     {"format.scale_page_stride", f->scale_page_stride},
+                                     {"format.scale_layer_stride", f->scale_layer_stride}};
+    a.rows = a.table.rows;
+    if (!f->scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&a, 1)) > (uint64_t)side->layer_stride) {
+        a.layer_stride = side->layer_stride =
+            (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* after all rows */
+        loops[3].stride = (uint64_t)a.layer_stride;
+    }
+    /* where `scales` is set, kvpi_check_format() has looked at it */
+    KVPRIM_TRY(f->scales ? kvpi_check_multiples(m, side, distances, 5, bytes)
+                         : kvpi_check_all_aligned(m, side, distances, 5, bytes));
+    const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&a, a.layers));
     if (reach >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes its scales reach further than",
                                kvpi_too_large);
-    if (a.written) {
+    if (side == &m->dst && f->scale == KVPRIM_SCALE_TILE) {
         uint64_t span;
         KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)bytes, &span));
     }
-    if (f.scales && f.scales_bytes && reach > (uint64_t)f.scales_bytes)
-        return kvpi_fail_field(m, side, "format.scales_bytes", f.scales_bytes, "but its scales reach", reach);
-    if (f.scales)
+    if (f->scales && f->scales_bytes && reach > (uint64_t)f->scales_bytes)
+        return kvpi_fail_field(m, side, "format.scales_bytes", f->scales_bytes, "but its scales reach", reach);
+    if (f->scales)
         return KVPRIM_OK;
     if (side->table.bytes && reach > (uint64_t)side->table.bytes)
         return kvpi_fail_field(m, side, "bytes", side->table.bytes, "but its scales reach", reach);
-    const uint64_t used = a.rows ? kvpi_add(offset, kvpi_area_bytes(&a, 1)) : 0;
+    a.rows = used_rows;
+    const uint64_t used = used_rows ? kvpi_add(offset, kvpi_area_bytes(&a, 1)) : 0;
     side->bytes = used > side->bytes ? used : side->bytes;
     return KVPRIM_OK;
 }
@@ -2412,70 +2378,28 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
     return KVPRIM_OK;
 }
 
-static uint64_t kvpi_index_bytes(const kvprim_move *m, const kvprim_side *side)
-{
-    const uint64_t size = side->index_type == KVPRIM_I64 ? 8 : 4;
-    return kvpi_add(kvpi_mul(kvpi_mul((uint64_t)m->count - 1, (uint64_t)side->index_stride), size), size);
-}
-
 /* For the alignment of int64_t: 4 on 32-bit x86. GPUs need 8, and every processor that CUDA runs on has 8. */
 typedef struct kvpi_aligned_i64 {
     char before;
     int64_t i64;
 } kvpi_aligned_i64;
 
-static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
+static size_t kvpi_index_align(kvprim_index_type type)
 {
-    const char *const function = m->names->function, *const name = kvpi_index_name(m, side);
-    const kvprim_index_type type = side->index_type;
-    if (!side->index_stride)
-        side->index_stride = 1;
-    if (type != KVPRIM_I32 && type != KVPRIM_I64)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                           name, (int)type);
-    if ((uintptr_t)side->index % (type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4) != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, name,
-                           side->index);
-    if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
-                           (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
-    if (kvpi_index_bytes(m, side) >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
-                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
-    return KVPRIM_OK;
+    return type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4;
 }
 
-static int kvpi_overlap(const void *a, uint64_t a_bytes, const void *b, uint64_t b_bytes)
+/* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
+
+enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
+
+/* Whether each layer starts after the one before it. The loop has no branch, so that compilers use vectors. Addresses
+   from 2^63 on count as not ascending, which only takes longer to check. */
+static int kvpi_layers_ascend(const kvprim_side *side, int32_t n)
 {
-    const uint64_t x = (uint64_t)(uintptr_t)a, y = (uint64_t)(uintptr_t)b;
-    return x <= y ? y - x < a_bytes && b_bytes : x - y < b_bytes && a_bytes;
-}
-
-/* Some bytes and what an error calls them. */
-typedef struct kvpi_bytes {
-    const char *name;
-    const void *data;
-    uint64_t bytes;
-} kvpi_bytes;
-
-static kvprim_status kvpi_fail_overlap(const char *function, kvpi_bytes a, kvpi_bytes b, const char *advice)
-{
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s (%p, %llu bytes) overlaps %s (%p, %llu bytes)%s", function, a.name,
-                       a.data, (unsigned long long)a.bytes, b.name, b.data, (unsigned long long)b.bytes, advice);
-}
-
-/* The hull of a side: from the lowest byte of all layers to the highest. Empty with device layers, which
-   are not known here. */
-typedef struct kvpi_hull {
-    const void *data;
-    uint64_t bytes;
-    int ascends; /* each layer starts after the one before it */
-} kvpi_hull;
-
-/* Whether each layer starts after the one before it. Has no branch, so that compilers use vectors. Addresses from 2^63
-   on count as not ascending, which only takes longer to check. */
-static int kvpi_array_ascends(void *const *layers, int32_t n)
-{
+    void *const *const layers = side->layers;
+    if (!layers)
+        return side->layer_stride > 0;
     uint64_t less = UINT64_MAX, high = (uint64_t)(uintptr_t)layers[0];
     for (int32_t l = 1; l < n; l++) {
         const uint64_t before = (uint64_t)(uintptr_t)layers[l - 1], address = (uint64_t)(uintptr_t)layers[l];
@@ -2483,65 +2407,6 @@ static int kvpi_array_ascends(void *const *layers, int32_t n)
     }
     return (less & ~high) >> 63 != 0;
 }
-
-static kvpi_hull kvpi_hull_of(const kvprim_move *m, const kvprim_side *side)
-{
-    const kvpi_hull unknown = {NULL, 0, 1};
-    if (side->device_layers)
-        return unknown;
-    const char *first = kvprim_side_layer(side, 0), *last = kvprim_side_layer(side, m->layers - 1);
-    const int ascends =
-        side->layers ? kvpi_array_ascends(side->layers, m->layers) : m->layers == 1 || side->layer_stride > 0;
-    for (int32_t l = 0; !ascends && l < m->layers; l++) {
-        const char *const data = kvprim_side_layer(side, l);
-        first = data < first ? data : first;
-        last = data > last ? data : last;
-    }
-    const kvpi_hull hull = {first, side->bytes ? (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes : 0,
-                            ascends};
-    return hull;
-}
-
-/* Some bytes lie outside the rows of every layer of a side. */
-static kvprim_status kvpi_check_outside(const kvprim_move *m, const kvprim_side *side, const kvpi_hull *hull,
-                                        const char *name, const void *data, uint64_t bytes)
-{
-    if (KVPRIM_LIKELY(!kvpi_overlap(hull->data, hull->bytes, data, bytes)))
-        return KVPRIM_OK;
-    for (int32_t l = 0; l < m->layers; l++) {
-        const char *const layer = kvprim_side_layer(side, l);
-        if (kvpi_overlap(layer, side->bytes, data, bytes)) {
-            const kvpi_bytes a = {name, data, bytes}, b = {kvpi_name(m, side), layer, side->bytes};
-            return kvpi_fail_overlap(m->names->function, a, b, "");
-        }
-    }
-    return KVPRIM_OK;
-}
-
-/* The GPU adds to *rejected while it reads and writes the rest. */
-static kvprim_status kvpi_check_rejected(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
-{
-    if (!m->rejected)
-        return KVPRIM_OK;
-    if ((uintptr_t)m->rejected % 4 != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: rejected (%p) is not aligned to 4 bytes", m->names->function,
-                           (void *)m->rejected);
-    KVPRIM_TRY(kvpi_check_outside(m, &m->dst, dst, "rejected", m->rejected, 4));
-    KVPRIM_TRY(kvpi_check_outside(m, &m->src, src, "rejected", m->rejected, 4));
-    for (int k = 0; k < 2; k++) {
-        const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (side->index && kvpi_overlap(m->rejected, 4, side->index, kvpi_index_bytes(m, side))) {
-            const kvpi_bytes a = {"rejected", m->rejected, 4},
-                             b = {kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)};
-            return kvpi_fail_overlap(m->names->function, a, b, "");
-        }
-    }
-    return KVPRIM_OK;
-}
-
-/* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
-
-enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
 /* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
    mostly form few runs: all of K, then all of V. */
@@ -2578,8 +2443,7 @@ static uint64_t kvpi_layer_address(const kvprim_side *side, int32_t l)
     return (uint64_t)(uintptr_t)kvprim_side_layer(side, l);
 }
 
-/* The first of n > 0 sorted addresses that is at least x, or n. Without a branch on the addresses, which no processor
-   predicts. */
+/* The first of n > 0 sorted addresses that is at least x, or n. No branch depends on addresses: none is predictable. */
 static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
 {
     const uint64_t *low = sorted;
@@ -2637,25 +2501,19 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
     return KVPRIM_OK;
 }
 
-/* No layer of dst overlaps a layer of src, or is the same as another layer of dst. Most calls end at once: dst ascends,
-   and all of it lies apart from all of src. */
-static kvprim_status kvpi_check_layers(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+/* With `apart` no layer of dst overlaps a layer of src. Otherwise none is the same as another layer of dst. */
+KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart)
 {
+    const int ascends = apart && kvpi_layers_ascend(&m->dst, m->layers);
     uint64_t layers[kvpi_sorted_layers], merged[kvpi_sorted_layers];
-    const int apart = m->same_cache || !kvpi_overlap(dst->data, dst->bytes, src->data, src->bytes);
-    if (dst->bytes == 0 || (dst->ascends && apart))
-        return KVPRIM_OK;
     for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
         const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
         for (int32_t k = 0; k < n; k++) { /* if K's and V's layers alternate, every other one makes two ordered runs */
-            const int32_t at = dst->ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
+            const int32_t at = ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
             layers[at] = kvpi_layer_address(&m->dst, l + k);
         }
-        const uint64_t *const sorted = dst->ascends ? layers : kvpi_sort(layers, merged, n);
-        if (!dst->ascends)
-            KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
-        if (!apart)
-            KVPRIM_TRY(kvpi_check_layers_apart(m, sorted, n));
+        const uint64_t *const sorted = ascends ? layers : kvpi_sort(layers, merged, n);
+        KVPRIM_TRY(apart ? kvpi_check_layers_apart(m, sorted, n) : kvpi_check_layers_differ(m, sorted, n, l + n));
     }
     return KVPRIM_OK;
 }
@@ -2689,7 +2547,7 @@ static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
     return KVPRIM_OK;
 }
 
-/* >>impl_check_scales -- overlap of scales and counters with what else a conversion reads and writes */
+/* >>impl_check_areas -- whether a row or a scale of one area shares a byte with one of another */
 
 typedef struct kvpi_step {
     int64_t stride, n;
@@ -2699,8 +2557,7 @@ typedef struct kvpi_step {
 typedef struct kvpi_pieces {
     kvpi_step loops[4];
     int count;
-    int64_t at, piece, span; /* bytes from the area's start to the first piece, of a piece, and from the first to the
-                                last */
+    int64_t at, piece, span; /* bytes: from the area's start to the first piece, of a piece, of all pieces and gaps */
 } kvpi_pieces;
 
 /* `pages` pages of an area, from byte `at` on, of `rows` rows each. */
@@ -2749,10 +2606,10 @@ static void kvpi_enter_loop(kvpi_pieces *p)
         p->loops[k] = p->loops[k + 1];
 }
 
-/* Whether a piece of `a`, which starts at 0, and one of `b`, at `delta`, overlap. Loops of the same stride go together:
-   s is a's step less b's. Steps are taken only where their insides overlap: the engines' caches of 4 million rows take
-   1 to 5. Strides that have nothing in common may need as many steps as there are rows. So after `budget` of them the
-   answer is yes: such scales are refused, and of such K and V row 0 decides. */
+/* Whether a piece of `a`, which starts at 0, and one of `b`, at `delta`, overlap. The outer loop of both goes first; if
+   they have the same stride, both go at once: s is a's step minus b's. Only steps at which the inner loops may overlap
+   are looked at: 1 to 5 for the engines' caches of 4 million rows, but as many as there are rows if the strides have
+   nothing in common. So after `budget` steps the answer is yes. */
 static int kvpi_any_meet(int64_t delta, kvpi_pieces a, kvpi_pieces b, int *budget)
 {
     if (delta >= a.span || -delta >= b.span)
@@ -2778,8 +2635,6 @@ static int kvpi_any_meet(int64_t delta, kvpi_pieces a, kvpi_pieces b, int *budge
 
 static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b, int *budget)
 {
-    if (!kvpi_overlap(a->table.data, kvpi_area_bytes(a, a->layers), b->table.data, kvpi_area_bytes(b, b->layers)))
-        return 0;
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->table.data - (uint64_t)(uintptr_t)a->table.data);
     kvpi_pieces x[2], y[2];
     const int x_parts = kvpi_parts_of(a, x), y_parts = kvpi_parts_of(b, y);
@@ -2792,155 +2647,210 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b, int *budget)
 }
 
 enum {
-    kvpi_meet_budget = 1 << 16, /* steps of kvpi_any_meet: about 1 ms */
-    kvpi_pair_budget = 1 << 12  /* the same for K beside V: about 60 us */
+    kvpi_meet_budget = 1 << 16, /* steps of kvpi_any_meet: about 1 ms. Then scales are refused */
+    kvpi_pair_budget = 1 << 12  /* for K beside V: about 60 us. Then row 0 of both decides */
 };
 
-/* Scales of one side lie apart from rows or scales of the same or of another side. */
-static kvprim_status kvpi_check_areas(const char *function, const char *scales_of, const kvpi_area *scales,
-                                      const char *kind, const char *other_of, const kvpi_area *other, int *budget)
+/* >>impl_check_uses -- whether two things that a call uses meet, and it writes one of them */
+
+/* Errors name the later of two kinds first. */
+typedef enum kvpi_use_kind {
+    kvpi_src_rows,
+    kvpi_dst_rows,
+    kvpi_array,
+    kvpi_layer_array,
+    kvpi_scales,
+    kvpi_counter,
+    kvpi_nans
+} kvpi_use_kind;
+
+/* Something that a call reads or writes. */
+typedef struct kvpi_use {
+    const char *name;
+    const void *data;
+    uint64_t bytes; /* from the lowest byte to the highest: rows and scales have gaps */
+    kvpi_use_kind kind;
+    int written, align;      /* align: bytes, a power of two */
+    const kvprim_move *move; /* rows and scales: whose they are */
+    const kvprim_side *side;
+} kvpi_use;
+
+enum { kvpi_most_uses = 16 }; /* a store that converts K and V has 13 */
+
+typedef struct kvpi_uses {
+    int count;
+    kvpi_use use[kvpi_most_uses];
+} kvpi_uses;
+
+/* What is NULL is not used. */
+KVPRIM_INLINE kvpi_use *kvpi_add_use(kvpi_uses *u, kvpi_use_kind kind, int written, const char *name, const void *data,
+                                     uint64_t bytes, size_t align)
 {
-    char name[64], other_name[64];
-    if ((!scales->written && !other->written) || !kvpi_areas_meet(scales, other, budget))
-        return KVPRIM_OK;
-    (void)snprintf(name, sizeof name, "a scale of %s", scales_of);
-    (void)snprintf(other_name, sizeof other_name, "a %s of %s", kind, other_of);
-    const kvpi_bytes a = {name, scales->table.data, kvpi_area_bytes(scales, scales->layers)},
-                     b = {other_name, other->table.data, kvpi_area_bytes(other, other->layers)};
-    return kvpi_fail_overlap(function, a, b, "");
+    kvpi_use *const use = &u->use[u->count];
+    u->count += data != NULL;
+    use->name = name, use->data = data, use->bytes = bytes;
+    use->kind = kind, use->written = written, use->align = (int)align;
+    return use;
 }
 
-/* Each layer of an array of layers is an area of its own. */
-static kvprim_status kvpi_check_scales_beside_rows(const kvprim_move *m, const kvprim_side *side)
+/* What an error says after a use's name. */
+static const char *kvpi_use_field(const kvpi_use *use)
 {
-    kvpi_area scales = kvpi_scales_area(m, side), rows = kvpi_rows_area(m, side);
-    const int32_t layers = side->layers && side->format.scales ? m->layers : 1;
-    int budget = kvpi_meet_budget + 16 * layers;
-    if (rows.rows == 0 || !rows.table.data)
+    return use->kind == kvpi_layer_array ? "_device_layers"
+           : use->kind == kvpi_scales    ? ".format.scales"
+           : use->kind == kvpi_nans      ? ".format.nans"
+                                         : "";
+}
+
+static kvprim_status kvpi_fail_overlap(const char *function, const kvpi_use *a, const kvpi_use *b, const char *advice)
+{
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s%s (%p, %llu bytes) overlaps %s%s (%p, %llu bytes)%s", function,
+                       a->name, kvpi_use_field(a), a->data, (unsigned long long)a->bytes, b->name, kvpi_use_field(b),
+                       b->data, (unsigned long long)b->bytes, advice);
+}
+
+/* Rows and scales of what a move writes, which may interleave: they are compared one by one. With an array of layers,
+   each layer is an area of its own; scales in the table's memory then lie in each of them in the same way. */
+static kvprim_status kvpi_check_areas(const char *function, const kvpi_use *a, const kvpi_use *b)
+{
+    const int a_rows = a->kind == kvpi_dst_rows, b_rows = b->kind == kvpi_dst_rows;
+    const kvpi_area x = a_rows ? kvpi_rows_area(a->move, a->side) : kvpi_scales_area(a->move, a->side);
+    kvpi_area y = b_rows ? kvpi_rows_area(b->move, b->side) : kvpi_scales_area(b->move, b->side);
+    const int32_t layers = b->side->layers && a->side->format.scales ? b->move->layers : 1;
+    int budget = a_rows ? (int)kvpi_pair_budget : kvpi_meet_budget + 16 * layers, meet = 0;
+    for (int32_t l = 0; l < layers && !meet; l++) {
+        y.table.data = l > 0 ? kvprim_side_layer(b->side, l) : y.table.data;
+        if (layers == 1 || kvpi_overlap(a->data, a->bytes, y.table.data, b->side->bytes))
+            meet = kvpi_areas_meet(&x, &y, &budget);
+    }
+    if (meet && a_rows && budget < 0)
+        meet = kvpi_overlap(x.table.data, (uint64_t)kvpi_piece_of(&x.table, x.row_bytes), y.table.data,
+                            (uint64_t)kvpi_piece_of(&y.table, y.row_bytes));
+    return !meet ? KVPRIM_OK
+                 : kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                               "%s: a %s of %s (%p, %llu bytes) overlaps a %s of %s (%p, %llu bytes)", function,
+                               a_rows ? "row" : "scale", a->name, a->data, (unsigned long long)a->bytes,
+                               b_rows ? "row" : "scale", b->name, y.table.data,
+                               (unsigned long long)kvpi_area_bytes(&y, y.layers));
+}
+
+/* Two uses that may meet, as their bytes overlap, gaps included. a's kind is the later one. */
+KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use *a, const kvpi_use *b)
+{
+    const kvprim_move *const m = b->kind <= kvpi_dst_rows || b->kind == kvpi_scales ? b->move : NULL;
+    const int both_rows = a->kind == kvpi_dst_rows && b->kind == kvpi_src_rows;
+    const int in_cache = b->kind == kvpi_dst_rows || (b->kind == kvpi_scales && b->side == &m->dst);
+    const int scales = a->kind == kvpi_scales && a->side == &a->move->dst;
+    if ((both_rows && m->same_cache) || (a->kind == kvpi_nans && b->kind == kvpi_nans)) /* K and V may count together */
         return KVPRIM_OK;
-    for (int32_t l = 0; l < layers; l++) {
-        rows.table.data = kvprim_side_layer(side, l);
-        KVPRIM_TRY(kvpi_check_areas(m->names->function, kvpi_name(m, side), &scales, "row", kvpi_name(m, side), &rows,
-                                    &budget));
+    if (both_rows && m->layers > 1)
+        return kvpi_check_layers(m, 1);
+    if (in_cache && (scales || a->kind == kvpi_dst_rows))
+        return kvpi_check_areas(function, a, b);
+    if ((scales && !a->side->format.scales) || (b->kind == kvpi_scales && !b->side->format.scales))
+        return KVPRIM_OK; /* the rows' bytes include those of scales in the same memory */
+    kvpi_use layer = *b;
+    for (int32_t l = 0; b->kind <= kvpi_dst_rows && l < m->layers; l++) {
+        layer.data = kvprim_side_layer(b->side, l), layer.bytes = b->side->bytes;
+        if (kvpi_overlap(a->data, a->bytes, layer.data, layer.bytes))
+            break;
+        if (l + 1 == m->layers)
+            return KVPRIM_OK;
+    }
+    const int transfer = both_rows && m->names->dst_index && m->names->src_index && a->data == b->data;
+    return kvpi_fail_overlap(function, a, &layer, transfer ? "; to copy rows inside one cache set same_cache" : "");
+}
+
+/* Checks the uses from `first` on, beside each other and beside those before. */
+static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, int first)
+{
+    for (const kvpi_use *a = u->use + first, *const end = u->use + u->count; a < end; a++) {
+        if (!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0))
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s%s (%p) is not aligned to %d bytes", function, a->name,
+                               kvpi_use_field(a), a->data, a->align);
+        for (const kvpi_use *b = u->use; b < a; b++)
+            if ((a->written | b->written) && !KVPRIM_LIKELY(!kvpi_overlap(a->data, a->bytes, b->data, b->bytes)))
+                KVPRIM_TRY(a->kind >= b->kind ? kvpi_check_pair(function, a, b) : kvpi_check_pair(function, b, a));
     }
     return KVPRIM_OK;
 }
 
-/* Some bytes lie outside everything that the move writes; if it writes them, also outside everything that it reads.
-   Rows and scales of the side `own` are not looked at. */
-static kvprim_status kvpi_check_bytes_apart(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src,
-                                            kvpi_bytes bytes, const kvprim_side *own, int written)
+/* Finds the lowest layer, *first, and the highest, *last. Returns whether each starts after the one before it. */
+static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char **first, const char **last)
 {
-    for (int k = 0; k < 2; k++) {
-        const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (side == own || (k && !written))
-            continue;
-        KVPRIM_TRY(kvpi_check_outside(m, side, k ? src : dst, bytes.name, bytes.data, bytes.bytes));
-        if (side->format.scales) {
-            const kvpi_area scales = kvpi_scales_area(m, side);
-            const kvpi_bytes other = {"scales", scales.table.data, kvpi_area_bytes(&scales, scales.layers)};
-            if ((written || scales.written) && kvpi_overlap(bytes.data, bytes.bytes, other.data, other.bytes))
-                return kvpi_fail_overlap(m->names->function, bytes, other, "");
-        }
+    const int32_t n = m->layers;
+    *last = kvprim_side_layer(side, n - 1);
+    if (kvpi_layers_ascend(side, n))
+        return 1;
+    for (int32_t l = 0; l < n; l++) {
+        const char *const data = kvprim_side_layer(side, l);
+        *first = data < *first ? data : *first;
+        *last = data > *last ? data : *last;
     }
-    for (int k = 0; k < 2 && written; k++) {
-        const kvprim_side *const side = k ? &m->src : &m->dst;
-        const kvpi_bytes index = {kvpi_index_name(m, side), side->index, side->index ? kvpi_index_bytes(m, side) : 0};
-        const kvpi_bytes array = {k ? "src_device_layers" : "dst_device_layers", side->device_layers,
-                                  side->device_layers ? (uint64_t)m->layers * sizeof(void *) : 0};
-        if (kvpi_overlap(bytes.data, bytes.bytes, index.data, index.bytes))
-            return kvpi_fail_overlap(m->names->function, bytes, index, "");
-        if (kvpi_overlap(bytes.data, bytes.bytes, array.data, array.bytes))
-            return kvpi_fail_overlap(m->names->function, bytes, array, "");
-    }
+    return 0;
+}
+
+/* A side's rows. Its device layers are not known here. */
+KVPRIM_INLINE kvprim_status kvpi_add_rows(kvpi_uses *u, const kvprim_move *m, const kvprim_side *side)
+{
+    const int written = side == &m->dst;
+    const char *first = (const char *)side->table.data, *last = first;
+    const int ascends = m->layers == 1 || !first || kvpi_hull(m, side, &first, &last);
+    const uint64_t bytes = (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes;
+    kvpi_use *const use = kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first,
+                                       side->bytes ? bytes : 0, 1);
+    use->move = m, use->side = side;
+    return written && !ascends && side->bytes ? kvpi_check_layers(m, 0) : KVPRIM_OK;
+}
+
+/* A side's scales. Those that are only read and lie in the table's memory are among the bytes of its rows. */
+KVPRIM_SELDOM void kvpi_add_scales(kvpi_uses *u, const kvprim_move *m, const kvprim_side *side)
+{
+    if (!side->format.scales && side != &m->dst)
+        return;
+    const kvpi_area a = kvpi_scales_area(m, side);
+    const int written = side == &m->dst && side->format.scale == KVPRIM_SCALE_TILE;
+    kvpi_use *const use =
+        kvpi_add_use(u, kvpi_scales, written, kvpi_name(m, side), a.table.data, kvpi_area_bytes(&a, a.layers), 1);
+    use->move = m, use->side = side;
+}
+
+/* `first`: no move before has the same index, as K and V do. */
+static kvprim_status kvpi_add_index(kvpi_uses *u, const kvprim_move *m, kvprim_side *side, int first)
+{
+    const char *const function = m->names->function, *const name =
+                                                         side == &m->dst ? m->names->dst_index : m->names->src_index;
+    const kvprim_index_type type = side->index_type;
+    const uint64_t size = type == KVPRIM_I64 ? 8 : 4;
+    if (!side->index_stride)
+        side->index_stride = 1;
+    if (type != KVPRIM_I32 && type != KVPRIM_I64)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
+                           name, (int)type);
+    if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
+                           (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
+    const uint64_t steps = kvpi_mul((uint64_t)m->count - 1, (uint64_t)side->index_stride);
+    const uint64_t bytes = kvpi_add(kvpi_mul(steps, size), size);
+    if (bytes >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
+                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
+    if (first)
+        (void)kvpi_add_use(u, kvpi_array, 0, name, side->index, bytes, kvpi_index_align(type));
     return KVPRIM_OK;
 }
 
-/* "k_cache.format.scales", for errors. With snprintf() this took half of a check. */
-static const char *kvpi_join(char *name, const char *side, const char *field)
+/* Checks a move by itself and beside the moves whose uses `u` holds, and fills in all its defaults. */
+static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u)
 {
-    const size_t n = strlen(side);
-    memcpy(name, side, n);
-    memcpy(name + n, field, strlen(field) + 1);
-    return name;
-}
-
-/* Scales and counters lie apart from what else the move uses. */
-KVPRIM_SELDOM kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
-{
-    const char *const function = m->names->function;
-    char name[64];
-    for (int k = 0; k < 2; k++) {
-        const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (!side->format.scale || side->table.rows == 0)
-            continue;
-        const kvpi_area scales = kvpi_scales_area(m, side);
-        const uint64_t bytes = kvpi_area_bytes(&scales, scales.layers);
-        if (side == &m->dst)
-            KVPRIM_TRY(kvpi_check_scales_beside_rows(m, side));
-        if (!side->format.scales)
-            continue;
-        const kvpi_bytes own = {kvpi_join(name, kvpi_name(m, side), ".format.scales"), scales.table.data, bytes};
-        const kvpi_bytes rejected = {"rejected", m->rejected, 4};
-        KVPRIM_TRY(kvpi_check_bytes_apart(m, dst, src, own, side, scales.written));
-        if (m->rejected && kvpi_overlap(own.data, own.bytes, rejected.data, rejected.bytes))
-            return kvpi_fail_overlap(function, rejected, own, "");
-    }
-    const void *const nans = m->dst.format.nans;
-    if (!nans)
-        return KVPRIM_OK;
-    KVPRIM_TRY(kvpi_check_aligned(m, &m->dst, "format.nans", nans, 4));
-    const kvpi_bytes counter = {kvpi_join(name, m->names->dst, ".format.nans"), nans, 4},
-                     rejected = {"rejected", m->rejected, 4};
-    if (m->rejected && kvpi_overlap(nans, 4, m->rejected, 4))
-        return kvpi_fail_overlap(function, counter, rejected, "");
-    return kvpi_check_bytes_apart(m, dst, src, counter, NULL, 1);
-}
-
-/* >>impl_check_move ------------------------------------------------------------------------------------------------ */
-
-static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a, const char *a_name,
-                                      const kvprim_side *b, const char *b_name)
-{
-    const kvpi_bytes x = {a_name, a->table.data, a->bytes}, y = {b_name, b->table.data, b->bytes};
-    if (!kvpi_overlap(x.data, x.bytes, y.data, y.bytes))
-        return KVPRIM_OK;
-    const int transfer = m->names->dst_index && m->names->src_index;
-    return kvpi_fail_overlap(m->names->function, x, y,
-                             transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
-}
-
-/* An array of device layers must not overlap what the move writes, nor serve both sides of two caches. */
-static kvprim_status kvpi_check_device_layers(const kvprim_move *m, const kvpi_hull *dst)
-{
-    for (int k = 0; k < 2; k++) {
-        const char *const name = k ? "src_device_layers" : "dst_device_layers";
-        const void *const array = k ? m->src.device_layers : m->dst.device_layers;
-        const uint64_t bytes = (uint64_t)m->layers * sizeof(void *);
-        if (!array)
-            continue;
-        KVPRIM_TRY(kvpi_check_outside(m, &m->dst, dst, name, array, bytes));
-        if (m->rejected && kvpi_overlap(m->rejected, 4, array, bytes)) {
-            const kvpi_bytes a = {"rejected", m->rejected, 4}, b = {name, array, bytes};
-            return kvpi_fail_overlap(m->names->function, a, b, "");
-        }
-    }
-    if (m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache)
-        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                           "%s: dst_device_layers and src_device_layers are both %p; to copy rows inside one cache set "
-                           "same_cache",
-                           m->names->function, (const void *)m->dst.device_layers);
-    return KVPRIM_OK;
-}
-
-/* Fills in all defaults. */
-static kvprim_status kvpi_check_move(kvprim_move *m)
-{
-    const int known = !m->dst.device_layers && !m->src.device_layers;
+    const int before = u->count;
     if (m->dst.index)
-        KVPRIM_TRY(kvpi_check_index(m, &m->dst));
+        KVPRIM_TRY(kvpi_add_index(u, m, &m->dst, before == 0));
     if (m->src.index)
-        KVPRIM_TRY(kvpi_check_index(m, &m->src));
+        KVPRIM_TRY(kvpi_add_index(u, m, &m->src, 1));
+    if (m->row_bytes < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
+                           (long long)m->row_bytes);
     m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes;
     if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
@@ -2948,77 +2858,30 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
     KVPRIM_TRY(kvpi_check_side(m, &m->src));
     if (m->same_cache)
         KVPRIM_TRY(kvpi_check_same_cache(m));
-    const kvpi_hull dst = kvpi_hull_of(m, &m->dst), src = kvpi_hull_of(m, &m->src);
-    if (m->layers > 1)
-        KVPRIM_TRY(kvpi_check_layers(m, &dst, &src));
-    else if (!m->same_cache && known)
-        KVPRIM_TRY(kvpi_check_apart(m, &m->dst, m->names->dst, &m->src, m->names->src));
-    if (!known)
-        KVPRIM_TRY(kvpi_check_device_layers(m, &dst));
+    KVPRIM_TRY(kvpi_add_rows(u, m, &m->dst));
+    KVPRIM_TRY(kvpi_add_rows(u, m, &m->src));
     for (int k = 0; k < 2; k++) {
         const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (side->index)
-            KVPRIM_TRY(
-                kvpi_check_outside(m, &m->dst, &dst, kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)));
+        if (side->device_layers)
+            (void)kvpi_add_use(u, kvpi_layer_array, 0, kvpi_name(m, side), side->device_layers,
+                               (uint64_t)m->layers * sizeof(void *), sizeof(void *));
+        if (!KVPRIM_LIKELY(!side->format.scale))
+            kvpi_add_scales(u, m, side);
     }
-    if (!KVPRIM_LIKELY(!m->dst.format.dtype))
-        KVPRIM_TRY(kvpi_check_conversion(m, &dst, &src));
-    return kvpi_check_rejected(m, &dst, &src);
-}
-
-/* Scales and counters of K lie apart from what V's move uses, or those of V from what K's uses. */
-KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
-{
-    const kvprim_format *const f = &m->dst.format, *const g = &other->dst.format;
-    const kvpi_hull dst = kvpi_hull_of(other, &other->dst), src = kvpi_hull_of(other, &other->src);
-    char name[64];
-    int budget = kvpi_meet_budget;
-    if (f->scale && m->dst.table.rows > 0) {
-        const kvpi_area scales = kvpi_scales_area(m, &m->dst), rows = kvpi_rows_area(other, &other->dst);
-        KVPRIM_TRY(
-            kvpi_check_areas(m->names->function, m->names->dst, &scales, "row", other->names->dst, &rows, &budget));
-        if (g->scale) {
-            const kvpi_area others = kvpi_scales_area(other, &other->dst);
-            KVPRIM_TRY(kvpi_check_areas(m->names->function, m->names->dst, &scales, "scale", other->names->dst, &others,
-                                        &budget));
-        }
-        const kvpi_bytes own = {kvpi_join(name, m->names->dst, ".format.scales"), scales.table.data,
-                                kvpi_area_bytes(&scales, 1)};
-        if (f->scales && scales.written)
-            KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, &other->dst, 1));
-    }
-    if (m->src.format.scales && m->src.table.rows > 0) {
-        const kvpi_area scales = kvpi_scales_area(m, &m->src);
-        const kvpi_bytes own = {kvpi_join(name, m->names->src, ".format.scales"), scales.table.data,
-                                kvpi_area_bytes(&scales, 1)};
-        KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, NULL, 0));
-    }
-    const kvpi_bytes nans = {kvpi_join(name, m->names->dst, ".format.nans"), f->nans, 4};
-    return f->nans ? kvpi_check_bytes_apart(other, &dst, &src, nans, NULL, 1) : KVPRIM_OK;
-}
-
-/* K and V caches may interleave, but no row of one overlaps a row of the other. */
-static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
-{
-    const kvprim_side *const k = &m[0].dst, *const v = &m[1].dst;
-    const kvprim_table *const a = &k->table, *const b = &v->table;
-    if (a->rows == 0 || !kvpi_overlap(a->data, k->bytes, b->data, v->bytes))
-        return KVPRIM_OK;
-    const kvpi_area k_rows = kvpi_rows_area(&m[0], k), v_rows = kvpi_rows_area(&m[1], v);
-    const int64_t k_piece = kvpi_side_bytes(k) / a->heads, v_piece = kvpi_side_bytes(v) / b->heads;
-    int budget = kvpi_pair_budget;
-    if (!kvpi_areas_meet(&k_rows, &v_rows, &budget) ||
-        (budget < 0 && !kvpi_overlap(a->data, (uint64_t)k_piece, b->data, (uint64_t)v_piece)))
-        return KVPRIM_OK; /* strides that have nothing in common may need too many steps: then only row 0 is compared */
-    const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
-                     y = {"a row of k_cache", a->data, (uint64_t)k_piece};
-    return kvpi_fail_overlap("kvprim_store", x, y, "");
+    if (m->dst.format.nans)
+        (void)kvpi_add_use(u, kvpi_nans, 1, m->names->dst, m->dst.format.nans, 4, 4);
+    if (m->rejected)
+        (void)kvpi_add_use(u, kvpi_counter, 1, "rejected", m->rejected, 4, 4);
+    return kvpi_check_uses(m->names->function, u, before);
 }
 
 /* >>impl_moves ----------------------------------------------------------------------------------------------------- */
 
-static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count)
+/* `moves`: where they are written; a function that writes none passes its name. */
+static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count, const void *moves)
 {
+    if (!moves)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s_moves: moves is NULL", function);
     if (!desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (*count < 0)
@@ -3051,7 +2914,7 @@ static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_
 static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move *m)
 {
     static const kvprim_move_names names = {"kvprim_gather", "row_bytes", "dst", NULL, "src", "index"};
-    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL));
+    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL, m));
     kvpi_set_move(m, &names, d->row_bytes, d->count, d->rejected);
     kvpi_set_side(&m->dst, &d->dst, NULL, (kvprim_index_type)0, 0, 1);
     kvpi_set_side(&m->src, &d->src, d->index, d->index_type, d->index_base, d->index_stride);
@@ -3061,35 +2924,20 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     if (!d->index)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather: index is NULL");
     if (d->reserved_index | d->reserved)
-        return kvpi_not_zero("kvprim_gather", "a reserved field");
-    return kvpi_check_move(m);
-}
-
-/* Checks V, and K against V. Both have the same slots, which count once. */
-static kvprim_status kvpi_check_k_and_v(kvprim_move *m, const kvprim_store_desc *d)
-{
-    KVPRIM_TRY(kvpi_check_move(&m[1]));
-    KVPRIM_TRY(kvpi_check_apart(m, &m[0].dst, "k_cache", &m[1].src, "v"));
-    KVPRIM_TRY(kvpi_check_apart(m, &m[1].dst, "v_cache", &m[0].src, "k"));
-    if (d->v_cache.rows != d->k_cache.rows)
-        return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
-                               (uint64_t)d->k_cache.rows);
-    m[1].rejected = NULL; /* one slot counts once */
-    if (m[0].dst.format.dtype)
-        KVPRIM_TRY(kvpi_check_scales_beside(&m[0], &m[1]));
-    if (m[1].dst.format.dtype)
-        KVPRIM_TRY(kvpi_check_scales_beside(&m[1], &m[0]));
-    return kvpi_check_k_beside_v(m);
+        return kvpi_fail_reserved("kvprim_gather", "", "", "");
+    kvpi_uses uses;
+    uses.count = 0;
+    return kvpi_check_move(m, &uses);
 }
 
 static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m)
 {
     static const kvprim_move_names k_names = {"kvprim_store", "k_bytes", "k_cache", "slot", "k", NULL},
                                    v_names = {"kvprim_store", "v_bytes", "v_cache", "slot", "v", NULL};
-    KVPRIM_TRY(kvpi_check_desc("kvprim_store", d, d ? &d->count : NULL));
+    KVPRIM_TRY(kvpi_check_desc("kvprim_store", d, d ? &d->count : NULL, m));
     const int has_v = d->v_cache.data != NULL;
     kvpi_set_move(&m[0], &k_names, d->k_bytes, d->count, d->rejected);
-    kvpi_set_move(&m[1], &v_names, d->v_bytes, has_v ? d->count : 0, d->rejected);
+    kvpi_set_move(&m[1], &v_names, d->v_bytes, has_v ? d->count : 0, NULL); /* a slot counts once */
     kvpi_set_side(&m[0].dst, &d->k_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
     kvpi_set_side(&m[0].src, &d->k, NULL, (kvprim_index_type)0, 0, 1);
     kvpi_set_side(&m[1].dst, &d->v_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
@@ -3099,12 +2947,19 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     if (!d->slot)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: slot is NULL");
     if (d->reserved_slot | d->reserved)
-        return kvpi_not_zero("kvprim_store", "a reserved field");
+        return kvpi_fail_reserved("kvprim_store", "", "", "");
     if (!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: v_cache.data is NULL, but %s is set",
                            d->v.data ? "v.data" : "v_bytes");
-    KVPRIM_TRY(kvpi_check_move(&m[0]));
-    return has_v ? kvpi_check_k_and_v(m, d) : KVPRIM_OK;
+    kvpi_uses uses;
+    uses.count = 0;
+    KVPRIM_TRY(kvpi_check_move(&m[0], &uses));
+    if (has_v)
+        KVPRIM_TRY(kvpi_check_move(&m[1], &uses));
+    if (has_v && d->v_cache.rows != d->k_cache.rows)
+        return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
+                               (uint64_t)d->k_cache.rows);
+    return KVPRIM_OK;
 }
 
 /* The layers of one side, before its table is checked. */
@@ -3119,9 +2974,6 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
     if (side->layer_stride)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_%slayers and %s_layer_stride are set",
                            m->names->function, name, device, name);
-    if ((uintptr_t)side->device_layers % sizeof(void *) != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_device_layers (%p) is not aligned to %d bytes",
-                           m->names->function, name, (const void *)side->device_layers, (int)sizeof(void *));
     side->table.data = side->layers ? side->layers[0] : NULL;
     uint64_t null = 0; /* bit 63 is set if a layer is NULL; the loop has no branch */
     for (int32_t l = 0; side->layers && l < m->layers; l++) {
@@ -3138,7 +2990,7 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
 static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_move *m)
 {
     static const kvprim_move_names names = {"kvprim_transfer", "row_bytes", "dst", "dst_index", "src", "src_index"};
-    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL));
+    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL, m));
     kvpi_set_move(m, &names, d->row_bytes, d->count, d->rejected);
     kvpi_set_side(&m->dst, &d->dst, d->dst_index, d->dst_index_type ? d->dst_index_type : d->index_type,
                   d->dst_index_base, d->dst_index_stride);
@@ -3153,7 +3005,7 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
     if (m->count == 0)
         return KVPRIM_OK;
     if (d->reserved)
-        return kvpi_not_zero("kvprim_transfer", "a reserved field");
+        return kvpi_fail_reserved("kvprim_transfer", "", "", "");
     if (d->host_index != 0 && d->host_index != 1)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: host_index is %d, neither 0 nor 1",
                            (int)d->host_index);
@@ -3165,7 +3017,15 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
                            (int)m->same_cache);
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->dst));
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->src));
-    return kvpi_check_move(m);
+    kvpi_uses uses;
+    uses.count = 0;
+    KVPRIM_TRY(kvpi_check_move(m, &uses));
+    if (m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache)
+        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                           "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
+                           "one cache set same_cache",
+                           (const void *)m->dst.device_layers);
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc, kvprim_gather_desc *resolved)
@@ -3208,45 +3068,36 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
     return KVPRIM_OK;
 }
 
-static void kvpi_finish_move(kvprim_move *m)
+/* After a check that returned `status`: the moves leave out what they do not need. */
+static kvprim_status kvpi_finish_moves(kvprim_status status, kvprim_move *moves, size_t n)
 {
-    m->dst.table.format = m->src.table.format = NULL;
-    if (m->count == 0) {
-        m->dst.piece_bytes = m->src.piece_bytes = 0;
-        return;
+    for (kvprim_move *m = moves; status == KVPRIM_OK && m < moves + n; m++) {
+        m->dst.table.format = m->src.table.format = NULL;
+        if (m->count == 0) {
+            m->dst.piece_bytes = m->src.piece_bytes = 0;
+            continue;
+        }
+        kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
+        kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
+        if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
+            m->layers = 1; /* no row moves: layer 0 counts */
     }
-    kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
-    kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
-    if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
-        m->layers = 1; /* no row moves: layer 0 counts */
+    return status;
 }
 
 KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves)
 {
-    if (!moves)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather_moves: moves is NULL");
-    KVPRIM_TRY(kvpi_check_gather(desc, moves));
-    kvpi_finish_move(moves);
-    return KVPRIM_OK;
+    return kvpi_finish_moves(kvpi_check_gather(desc, moves), moves, 1);
 }
 
 KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves)
 {
-    if (!moves)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store_moves: moves is NULL");
-    KVPRIM_TRY(kvpi_check_store(desc, moves));
-    kvpi_finish_move(&moves[0]);
-    kvpi_finish_move(&moves[1]);
-    return KVPRIM_OK;
+    return kvpi_finish_moves(kvpi_check_store(desc, moves), moves, 2);
 }
 
 KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves)
 {
-    if (!moves)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_transfer_moves: moves is NULL");
-    KVPRIM_TRY(kvpi_check_transfer(desc, moves));
-    kvpi_finish_move(moves);
-    return KVPRIM_OK;
+    return kvpi_finish_moves(kvpi_check_transfer(desc, moves), moves, 1);
 }
 
 /* >>impl_cpu_move -------------------------------------------------------------------------------------------------- */
@@ -3257,8 +3108,7 @@ enum {
     kvpi_prefetch_bytes = 1024, /* of a row; the hardware foresees the rest */
     kvpi_run_bytes = 4096       /* rows that are neighbours on both sides move as one until they have so many bytes */
 };
-/* Layers of so many bytes are written past the caches: no line is read before it is written. Smaller ones may stay in a
-   cache for their reader. */
+/* Larger layers are written past the caches: no line is read first. Smaller ones may stay there for their reader. */
 static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 
 /* To the second-level cache: the first has too few lines in flight. */
@@ -3267,6 +3117,11 @@ static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 #else
 #define KVPRIM_PREFETCH(p) ((void)(p))
 #endif
+
+KVPRIM_INLINE int64_t kvpi_element(const void *data, kvprim_index_type type, int64_t i)
+{
+    return KVPRIM_LIKELY(type == KVPRIM_I32) ? ((const int32_t *)data)[i] : ((const int64_t *)data)[i];
+}
 
 /* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. */
 KVPRIM_INLINE char *kvpi_find_row(const kvprim_side *side, int64_t i, int *past)
@@ -3296,42 +3151,28 @@ static inline void kvpi_copy(char *dst, const char *src, size_t bytes, int strea
 
 #ifdef KVPRIM_X86
 /* The same with vectors; `stream` needs rows of whole, aligned lines. */
-KVPRIM_AVX2 static inline void kvpi_copy_avx2(char *dst, const char *src, size_t bytes, int stream)
-{
-    size_t b = 0;
-    if (bytes < 32) {
-        kvpi_copy(dst, src, bytes, 0);
-        return;
+#define KVPRIM_COPY(name, target, vector, load, store, store_past_caches)                                              \
+    target static inline void name(char *dst, const char *src, size_t bytes, int stream)                               \
+    {                                                                                                                  \
+        const size_t width = sizeof(vector);                                                                           \
+        size_t b = 0;                                                                                                  \
+        if (bytes < width) {                                                                                           \
+            kvpi_copy(dst, src, bytes, 0);                                                                             \
+            return;                                                                                                    \
+        }                                                                                                              \
+        if (stream)                                                                                                    \
+            for (; b + width <= bytes; b += width)                                                                     \
+                store_past_caches((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));         \
+        for (; b + width <= bytes; b += width)                                                                         \
+            store((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));                         \
+        if (b < bytes)                                                                                                 \
+            store((vector *)(void *)(dst + bytes - width), load((const vector *)(const void *)(src + bytes - width))); \
     }
-    if (stream)
-        for (; b + 32 <= bytes; b += 32)
-            _mm256_stream_si256((__m256i *)(void *)(dst + b),
-                                _mm256_loadu_si256((const __m256i *)(const void *)(src + b)));
-    for (; b + 32 <= bytes; b += 32)
-        _mm256_storeu_si256((__m256i *)(void *)(dst + b), _mm256_loadu_si256((const __m256i *)(const void *)(src + b)));
-    if (b < bytes)
-        _mm256_storeu_si256((__m256i *)(void *)(dst + bytes - 32),
-                            _mm256_loadu_si256((const __m256i *)(const void *)(src + bytes - 32)));
-}
-
-KVPRIM_AVX512 static inline void kvpi_copy_avx512(char *dst, const char *src, size_t bytes, int stream)
-{
-    size_t b = 0;
-    if (bytes < 64) {
-        kvpi_copy(dst, src, bytes, 0);
-        return;
-    }
-    if (stream)
-        for (; b + 64 <= bytes; b += 64)
-            _mm512_stream_si512((__m512i *)(void *)(dst + b), _mm512_loadu_si512(src + b));
-    for (; b + 64 <= bytes; b += 64)
-        _mm512_storeu_si512(dst + b, _mm512_loadu_si512(src + b));
-    if (b < bytes)
-        _mm512_storeu_si512(dst + bytes - 64, _mm512_loadu_si512(src + bytes - 64));
-}
+KVPRIM_COPY(kvpi_copy_avx2, KVPRIM_AVX2, __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256)
+KVPRIM_COPY(kvpi_copy_avx512, KVPRIM_AVX512, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
 #endif
 
-/* A row that lies in pieces on at least one side: up to the end of the nearer piece, until the row is done. */
+/* A row in pieces on at least one side, or without a source (zeros): from piece's end to piece's end of either side. */
 static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
 {
     const int64_t dst_piece = m->dst.piece_bytes, src_piece = m->src.piece_bytes;
@@ -3348,16 +3189,7 @@ static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
     }
 }
 
-/* A row that does not move as one copy: it lies in pieces, or it has no source and becomes zeros. */
-static void kvpi_move_special(const kvprim_move *m, char *dst, const char *src)
-{
-    if (m->dst.table.heads > 1 || m->src.table.heads > 1)
-        kvpi_move_pieces(m, dst, src);
-    else
-        memset(dst, 0, (size_t)m->row_bytes);
-}
-
-/* A row that starts inside a line touches one line more. Prefetching that one, too, costs more than it gains. */
+/* Without the line more that a row touches if it starts inside one: prefetching that costs more than it gains. */
 KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
 {
     for (size_t b = 0; b < bytes; b += 64)
@@ -3372,8 +3204,7 @@ static void kvpi_prefetch_pieces(const kvprim_side *side, const char *row, size_
         kvpi_prefetch(row, piece < bytes - done ? piece : bytes - done);
 }
 
-/* The most common moves, for which the compiler leaves out the rest: packed int32 indices on one side, no pages or
-   heads. */
+/* The most common moves have code of their own: packed int32 indices on one side, no pages or heads. */
 typedef enum kvpi_kind { kvpi_any_move, kvpi_plain_gather, kvpi_plain_store } kvpi_kind;
 
 static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
@@ -3390,9 +3221,8 @@ static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
     return s;
 }
 
-/* Moves one layer. Row i moves after the rows up to kvpi_rows_ahead after it have been found and, if an index names
-   them, prefetched: one for each row that moves, as the memory takes only so many at once. `stream`: see
-   kvpi_stream_bytes. */
+/* Moves one layer. Each turn finds the row that is kvpi_rows_ahead further on, prefetches it if an index names it, and
+   moves row i: memory takes only so many prefetches at once. `stream`: see kvpi_stream_bytes. */
 KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, kvpi_kind kind, int stream)
 {
     /* A copy, so that the compiler knows that no row lies over it. No call gets its address: it would escape. */
@@ -3430,7 +3260,7 @@ KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, k
         if (!KVPRIM_LIKELY(dst))
             continue;
         if (!KVPRIM_LIKELY(whole && src)) {
-            kvpi_move_special(move, dst, src);
+            kvpi_move_pieces(move, dst, src);
             continue;
         }
         run += row_bytes;
@@ -3491,7 +3321,7 @@ static void kvpi_move_layer(const kvprim_move *m)
         kvpi_move_rows(m, kvpi_copy, kvpi_any_move, 0);
 }
 
-/* >>impl_cpu_convert -- the executor's loop over rows whose elements change their type */
+/* >>impl_cpu_blocks -- conversion of a few elements */
 
 /* Elements that are converted at a time, in local arrays: gcc's -O2 vectorises only loops of a constant length. */
 enum { kvpi_block = 64 };
@@ -3518,36 +3348,27 @@ KVPRIM_INLINE void kvpi_write_elements(char *dst, const void *block, size_t n, s
         memcpy(dst, block, n * bytes);
 }
 
+/* Elements of less than 32 bits: their type, their bits, and the name in kvpi_of_ and kvpi_to_. */
+#define KVPRIM_NARROW_LIST(X)                                                                                          \
+    X(KVPRIM_F16, uint16_t, f16)                                                                                       \
+    X(KVPRIM_BF16, uint16_t, bf16)                                                                                     \
+    X(KVPRIM_F8E4M3, uint8_t, e4m3)                                                                                    \
+    X(KVPRIM_F8E5M2, uint8_t, e5m2)                                                                                    \
+    X(KVPRIM_INT8, uint8_t, int8)
+
 KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
 {
-    uint8_t b[kvpi_block];
-    uint16_t h[kvpi_block];
     switch ((int)from) {
-    case KVPRIM_F16:
-        kvpi_read_elements(h, src, n, 2);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_f16(h[i]);
-        break;
-    case KVPRIM_BF16:
-        kvpi_read_elements(h, src, n, 2);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_bf16(h[i]);
-        break;
-    case KVPRIM_F8E4M3:
-        kvpi_read_elements(b, src, n, 1);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_e4m3(b[i]);
-        break;
-    case KVPRIM_F8E5M2:
-        kvpi_read_elements(b, src, n, 1);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_e5m2(b[i]);
-        break;
-    case KVPRIM_INT8:
-        kvpi_read_elements(b, src, n, 1);
-        for (int i = 0; i < kvpi_block; i++)
-            x[i] = kvpi_of_int8(b[i]);
-        break;
+#define KVPRIM_LOAD(type, bits, name)                                                                                  \
+    case type: {                                                                                                       \
+        bits block[kvpi_block];                                                                                        \
+        kvpi_read_elements(block, src, n, sizeof *block);                                                              \
+        for (int i = 0; i < kvpi_block; i++)                                                                           \
+            x[i] = kvpi_of_##name(block[i]);                                                                           \
+        break;                                                                                                         \
+    }
+        KVPRIM_NARROW_LIST(KVPRIM_LOAD)
+#undef KVPRIM_LOAD
     default:
         kvpi_read_elements(x, src, n, 4);
     }
@@ -3555,52 +3376,19 @@ KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from,
 
 KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, size_t n)
 {
-    uint8_t b[kvpi_block];
-    uint16_t h[kvpi_block];
-    uint32_t w[kvpi_block];
     switch ((int)to) {
-    case KVPRIM_F16:
-        for (int i = 0; i < kvpi_block; i++)
-            h[i] = (uint16_t)kvpi_to_f16(x[i]);
-        kvpi_write_elements(dst, h, n, 2);
-        break;
-    case KVPRIM_BF16:
-        for (int i = 0; i < kvpi_block; i++)
-            h[i] = (uint16_t)kvpi_to_bf16(x[i]);
-        kvpi_write_elements(dst, h, n, 2);
-        break;
-    case KVPRIM_F8E4M3:
-        for (int i = 0; i < kvpi_block; i++)
-            b[i] = (uint8_t)kvpi_to_e4m3(x[i]);
-        kvpi_write_elements(dst, b, n, 1);
-        break;
-    case KVPRIM_F8E5M2:
-        for (int i = 0; i < kvpi_block; i++)
-            b[i] = (uint8_t)kvpi_to_e5m2(x[i]);
-        kvpi_write_elements(dst, b, n, 1);
-        break;
-    case KVPRIM_INT8:
-        for (int i = 0; i < kvpi_block; i++)
-            b[i] = (uint8_t)kvpi_to_int8(x[i]);
-        kvpi_write_elements(dst, b, n, 1);
-        break;
-    default:
-        for (int i = 0; i < kvpi_block; i++)
-            w[i] = kvpi_to_f32(x[i]);
-        kvpi_write_elements(dst, w, n, 4);
+#define KVPRIM_STORE(type, bits, name)                                                                                 \
+    case type: {                                                                                                       \
+        bits block[kvpi_block];                                                                                        \
+        for (int i = 0; i < kvpi_block; i++)                                                                           \
+            block[i] = (bits)kvpi_to_##name(x[i]);                                                                     \
+        kvpi_write_elements(dst, block, n, sizeof *block);                                                             \
+        break;                                                                                                         \
     }
-}
-
-KVPRIM_INLINE uint32_t kvpi_count_nans(const float *x, size_t n)
-{
-    uint32_t nans = 0;
-    if (n == kvpi_block)
-        for (int i = 0; i < kvpi_block; i++)
-            nans += (uint32_t)kvpi_is_nan(x[i]);
-    else
-        for (size_t i = 0; i < n; i++)
-            nans += (uint32_t)kvpi_is_nan(x[i]);
-    return nans;
+        KVPRIM_NARROW_LIST(KVPRIM_STORE)
+        KVPRIM_STORE(KVPRIM_F32, uint32_t, f32)
+#undef KVPRIM_STORE
+    }
 }
 
 /* Converts n elements that lie one after the other on both sides. Returns how many NaNs there were. */
@@ -3623,7 +3411,8 @@ KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const cha
             for (int i = 0; i < kvpi_block; i++)
                 x[i] = kvpi_product(x[i], scale);
         if (to == KVPRIM_INT8)
-            nans += kvpi_count_nans(x, some);
+            for (int i = 0; i < kvpi_block; i++)
+                nans += (uint32_t)(kvpi_is_nan(x[i]) & (i < (int)some));
         kvpi_store_block(dst + done * to_bytes, x, to, some);
     }
     return nans;
@@ -3667,44 +3456,31 @@ KVPRIM_CONVERT(avx2, KVPRIM_AVX2)
 KVPRIM_CONVERT(avx512, KVPRIM_AVX512)
 #endif
 
-/* One side of a move that converts. */
-typedef struct kvpi_typed_side {
-    const kvprim_side *side;
-    kvprim_format format; /* the side's */
-    char *data, *scales;  /* of the layer */
-    int64_t piece, bytes; /* elements of a piece, bytes of an element */
-} kvpi_typed_side;
+/* >>impl_cpu_convert -- the executor's loop over rows whose elements change their type */
 
+/* A move that converts, in one layer: table.data and format.scales of its sides are the layer's. */
 typedef struct kvpi_conversion {
-    kvpi_typed_side dst, src;
-    kvpi_typed_side *scaled; /* the side that has scales, or NULL */
-    int64_t elements, tile;
+    kvprim_move move;
+    const kvprim_side *scaled;                    /* the side that has scales, or NULL */
+    int64_t dst_bytes, src_bytes, elements, tile; /* bytes of an element; elements of a row and of a tile */
     kvpi_scaling scaling;
     int computed;
     kvpi_convert_fn *convert;
     kvpi_most_fn *most;
 } kvpi_conversion;
 
-static void kvpi_set_typed(kvpi_typed_side *typed, const kvprim_side *side)
+/* Fills in what follows from the move. */
+static void kvpi_set_conversion(kvpi_conversion *c)
 {
-    typed->side = side;
-    typed->format = side->format;
-    typed->bytes = kvpi_dtype_bytes(typed->format.dtype);
-    typed->piece = side->piece_bytes / typed->bytes;
-    typed->data = typed->scales = NULL;
-}
-
-static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
-{
-    kvpi_set_typed(&c->dst, &m->dst);
-    kvpi_set_typed(&c->src, &m->src);
-    c->scaled = c->dst.format.scale ? &c->dst : c->src.format.scale ? &c->src : NULL;
-    c->elements = m->row_bytes / c->src.bytes;
+    const kvprim_side *const dst = &c->move.dst, *const src = &c->move.src;
+    c->scaled = dst->format.scale ? dst : src->format.scale ? src : NULL;
+    c->dst_bytes = kvpi_dtype_bytes(dst->format.dtype), c->src_bytes = kvpi_dtype_bytes(src->format.dtype);
+    c->elements = c->move.row_bytes / c->src_bytes;
     c->tile = c->scaled && c->scaled->format.scale != KVPRIM_SCALE_TENSOR ? c->scaled->format.tile : c->elements;
-    c->computed = c->dst.format.scale == KVPRIM_SCALE_TILE;
-    c->scaling = !c->scaled                                            ? kvpi_unscaled
-                 : c->scaled == &c->src || c->dst.format.scale_inverse ? kvpi_multiply
-                                                                       : kvpi_divide;
+    c->computed = dst->format.scale == KVPRIM_SCALE_TILE;
+    c->scaling = !c->scaled                                      ? kvpi_unscaled
+                 : c->scaled == src || dst->format.scale_inverse ? kvpi_multiply
+                                                                 : kvpi_divide;
     c->convert = kvpi_convert_plain, c->most = kvpi_most_plain;
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512())
@@ -3714,19 +3490,13 @@ static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
 #endif
 }
 
-static char *kvpi_row_at(const kvpi_typed_side *typed, int64_t row)
-{
-    return typed->data + kvpi_row_offset(typed->side, row);
-}
-
 /* The scale of a row's first tile. */
-static char *kvpi_scales_at(const kvpi_typed_side *typed, int64_t row)
+static char *kvpi_scales_at(const kvprim_side *side, int64_t row)
 {
-    const kvprim_format *const f = &typed->format;
-    const int64_t page_rows = typed->side->table.page_rows, page = page_rows ? row / page_rows : 0;
-    if (f->scale != KVPRIM_SCALE_TILE)
-        return typed->scales;
-    return typed->scales + page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
+    const kvprim_format *const f = &side->format;
+    const int64_t page_rows = side->table.page_rows, page = page_rows ? row / page_rows : 0;
+    const int64_t at = page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
+    return (char *)f->scales + (f->scale == KVPRIM_SCALE_TILE ? at : 0);
 }
 
 static float kvpi_read_scale(const kvprim_format *f, const char *at)
@@ -3747,29 +3517,30 @@ static void kvpi_write_scale(const kvprim_format *f, char *at, float scale)
         memcpy(at, &bits, sizeof bits);
 }
 
-/* Element e of a row, and how many of `left` elements from there on follow each other. */
-static char *kvpi_element_at(const kvpi_typed_side *typed, char *row, int64_t e, int64_t *left)
+/* Element e of a row, of `bytes` each, and how many of `left` elements from there on follow each other. */
+static char *kvpi_element_at(const kvprim_side *side, int64_t bytes, char *row, int64_t e, int64_t *left)
 {
-    const int64_t piece = e / typed->piece, in_piece = e - piece * typed->piece;
-    *left = typed->piece - in_piece < *left ? typed->piece - in_piece : *left;
-    return row + piece * typed->side->table.head_stride + in_piece * typed->bytes;
+    const int64_t at = e * bytes, piece = at / side->piece_bytes;
+    const int64_t in_piece = at - piece * side->piece_bytes;
+    if (*left * bytes > side->piece_bytes - in_piece)
+        *left = (side->piece_bytes - in_piece) / bytes;
+    return row + piece * side->table.head_stride + in_piece;
 }
 
-/* Converts the elements from `first` to `end` - 1 with one scale. src NULL: they become zeros. Returns how many NaNs
-   there were. */
+/* Converts the elements from `first` to `end` - 1 with one scale. src NULL: zeros. Returns how many NaNs there were. */
 static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char *src, int64_t first, int64_t end,
                                       float scale)
 {
     uint32_t nans = 0;
     for (int64_t e = first, n; e < end; e += n) {
         n = end - e;
-        char *const to = kvpi_element_at(&c->dst, dst, e, &n);
+        char *const to = kvpi_element_at(&c->move.dst, c->dst_bytes, dst, e, &n);
         if (!src) {
-            memset(to, 0, (size_t)(n * c->dst.bytes));
+            memset(to, 0, (size_t)(n * c->dst_bytes));
             continue;
         }
-        const char *const from = kvpi_element_at(&c->src, src, e, &n);
-        nans += c->convert(to, c->dst.format.dtype, from, c->src.format.dtype, (size_t)n, c->scaling, scale);
+        const char *const from = kvpi_element_at(&c->move.src, c->src_bytes, src, e, &n);
+        nans += c->convert(to, c->move.dst.format.dtype, from, c->move.src.format.dtype, (size_t)n, c->scaling, scale);
     }
     return nans;
 }
@@ -3777,12 +3548,12 @@ static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char 
 /* The scale that the elements from `first` to `end` - 1 need. src NULL: they are zeros. */
 static float kvpi_compute_scale(const kvpi_conversion *c, char *src, int64_t first, int64_t end)
 {
-    const kvprim_format *const f = &c->dst.format;
+    const kvprim_format *const f = &c->move.dst.format;
     uint32_t most = 0;
     for (int64_t e = first, n; src && e < end; e += n) {
         n = end - e;
-        const char *const from = kvpi_element_at(&c->src, src, e, &n);
-        most = c->most(most, from, c->src.format.dtype, (size_t)n);
+        const char *const from = kvpi_element_at(&c->move.src, c->src_bytes, src, e, &n);
+        most = c->most(most, from, c->move.src.format.dtype, (size_t)n);
     }
     return kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), kvpi_largest(f->dtype)), f->scale_min,
                            f->scale_power_of_two);
@@ -3796,8 +3567,8 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
         float scale = 1;
         if (c->computed) {
             scale = kvpi_compute_scale(c, src, e, e + c->tile);
-            kvpi_write_scale(&c->dst.format, scales, scale);
-            scale = c->dst.format.scale_inverse ? kvpi_quotient(1, scale) : scale;
+            kvpi_write_scale(&c->move.dst.format, scales, scale);
+            scale = c->move.dst.format.scale_inverse ? kvpi_quotient(1, scale) : scale;
         } else if (c->scaled && src) {
             scale = kvpi_read_scale(&c->scaled->format, scales);
         }
@@ -3808,71 +3579,58 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
     return nans;
 }
 
-/* One layer, with the index rule. Only a layer that counts gets `rejected`. */
-static void kvpi_convert_layer(const kvprim_move *m, const kvpi_conversion *c, uint32_t *rejected)
+/* One layer, with the index rule. */
+static void kvpi_convert_layer(const kvpi_conversion *c)
 {
+    const kvprim_move *const m = &c->move;
     uint32_t nans = 0;
     for (int64_t i = 0; i < m->count; i++) {
         int past = 0;
         const int64_t to = kvpi_find_number(&m->dst, i, &past), from = kvpi_find_number(&m->src, i, &past);
-        if (past && rejected)
-            ++*rejected;
+        if (past && m->rejected)
+            ++*m->rejected;
         if (to < 0 || (from < 0 && !m->zero))
             continue;
-        char *scales = NULL;
-        if (c->scaled == &c->dst)
-            scales = kvpi_scales_at(&c->dst, to);
-        else if (c->scaled && from >= 0)
-            scales = kvpi_scales_at(&c->src, from);
-        nans += kvpi_convert_row(c, kvpi_row_at(&c->dst, to), from < 0 ? NULL : kvpi_row_at(&c->src, from), scales);
+        const int64_t scaled = c->scaled == &m->dst ? to : from;
+        char *const scales = c->scaled && scaled >= 0 ? kvpi_scales_at(c->scaled, scaled) : NULL;
+        char *const src = from < 0 ? NULL : (char *)kvprim_table_row(&m->src.table, from);
+        nans += kvpi_convert_row(c, (char *)kvprim_table_row(&m->dst.table, to), src, scales);
     }
-    if (c->dst.format.nans && c->dst.format.dtype == KVPRIM_INT8)
-        *c->dst.format.nans += nans;
+    if (m->dst.format.nans && m->dst.format.dtype == KVPRIM_INT8)
+        *m->dst.format.nans += nans;
 }
 
-/* Here the CPU is the executing side. */
-static void *kvpi_read_layer(const kvprim_side *side, int32_t layer)
+/* A side of `layer`, from that of the move: where its rows and scales lie. Here the CPU is the executing side. */
+static void kvpi_enter_layer(kvprim_side *layer, const kvprim_side *side, int32_t l)
 {
-    return side->device_layers ? side->device_layers[layer] : kvprim_side_layer(side, layer);
+    const kvprim_format *const f = &side->format;
+    char *const data = side->device_layers ? (char *)side->device_layers[l] : kvprim_side_layer(side, l);
+    layer->table.data = data;
+    if (f->scale && (f->scales || data))
+        layer->format.scales = f->scales ? (char *)f->scales + l * f->scale_layer_stride : data + f->scale_offset;
 }
 
-static void kvpi_enter_layer(kvpi_typed_side *typed, int32_t layer)
+/* After a check that returned `status`. */
+static kvprim_status kvpi_run_moves(kvprim_status status, const kvprim_move *moves, size_t n)
 {
-    const kvprim_format *const f = &typed->format;
-    typed->data = (char *)kvpi_read_layer(typed->side, layer);
-    typed->scales = f->scales                 ? (char *)f->scales + layer * f->scale_layer_stride
-                    : f->scale && typed->data ? typed->data + f->scale_offset
-                                              : NULL;
-}
-
-static void kvpi_run_conversion(const kvprim_move *m)
-{
-    kvpi_conversion c;
-    kvpi_set_conversion(&c, m);
-    for (int32_t l = 0; l < m->layers; l++) {
-        kvpi_enter_layer(&c.dst, l);
-        kvpi_enter_layer(&c.src, l);
-        kvpi_convert_layer(m, &c, l == 0 ? m->rejected : NULL);
-    }
-}
-
-static void kvpi_run_moves(const kvprim_move *moves, size_t n)
-{
-    for (size_t k = 0; k < n; k++) {
+    for (size_t k = 0; status == KVPRIM_OK && k < n; k++) {
+        kvpi_conversion c;
         if (moves[k].count == 0)
             continue;
-        if (moves[k].dst.format.dtype) {
-            kvpi_run_conversion(&moves[k]);
-            continue;
-        }
-        kvprim_move layer = moves[k];
+        c.move = moves[k];
+        if (c.move.dst.format.dtype)
+            kvpi_set_conversion(&c);
         for (int32_t l = 0; l < moves[k].layers; l++) {
-            layer.dst.table.data = kvpi_read_layer(&moves[k].dst, l);
-            layer.src.table.data = kvpi_read_layer(&moves[k].src, l);
-            kvpi_move_layer(&layer);
-            layer.rejected = NULL; /* counted in layer 0 */
+            kvpi_enter_layer(&c.move.dst, &moves[k].dst, l);
+            kvpi_enter_layer(&c.move.src, &moves[k].src, l);
+            if (c.move.dst.format.dtype)
+                kvpi_convert_layer(&c);
+            else
+                kvpi_move_layer(&c.move);
+            c.move.rejected = NULL; /* counted in layer 0 */
         }
     }
+    return status;
 }
 
 KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
@@ -3880,44 +3638,37 @@ KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
     KVPRIM_RANGE("kvprim_cpu_move");
     if (!moves && n)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
-    kvpi_run_moves(moves, n);
-    return KVPRIM_OK;
+    return kvpi_run_moves(KVPRIM_OK, moves, n);
 }
 
 KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
 {
     KVPRIM_RANGE("kvprim_gather");
     kvprim_move m;
-    KVPRIM_TRY(kvprim_gather_moves(desc, &m));
-    kvpi_run_moves(&m, 1);
-    return KVPRIM_OK;
+    return kvpi_run_moves(kvprim_gather_moves(desc, &m), &m, 1);
 }
 
 KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
 {
     KVPRIM_RANGE("kvprim_store");
     kvprim_move m[2];
-    KVPRIM_TRY(kvprim_store_moves(desc, m));
-    kvpi_run_moves(m, 2);
-    return KVPRIM_OK;
+    return kvpi_run_moves(kvprim_store_moves(desc, m), m, 2);
 }
 
 KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 {
     KVPRIM_RANGE("kvprim_transfer");
     kvprim_move m;
-    KVPRIM_TRY(kvprim_transfer_moves(desc, &m));
-    kvpi_run_moves(&m, 1);
-    return KVPRIM_OK;
+    return kvpi_run_moves(kvprim_transfer_moves(desc, &m), &m, 1);
 }
 
 /* >>impl_preset ---------------------------------------------------------------------------------------------------- */
 
-/* What the caches hold. `behind`: bytes of a row that follow all rows of its page. scale_min: the engines take a tile's
-   largest magnitude as 1e-4 at least, and so its scale as 1e-4 / 448, except in rows of 656 bytes. */
+/* What the caches hold. scale_stride: from one row's scales to the next after all rows of a page; 0: they lie in the
+   row. scale_min: except in rows of 656 bytes, engines take a tile's largest magnitude as 1e-4 at least. */
 typedef struct kvpi_preset {
     const char *name;
-    int64_t converted, copied, tile, row_bytes, behind;
+    int64_t converted, copied, tile, row_bytes, scale_stride;
     kvprim_dtype scale_dtype;
     int32_t power_of_two, inverse;
     float scale_min;
@@ -3947,7 +3698,7 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
     if (rows < 1 || page_rows < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: %s is %lld, less than 1",
                            rows < 1 ? "rows" : "page_rows", (long long)(rows < 1 ? rows : page_rows));
-    const uint64_t page = kvpi_mul((uint64_t)page_rows, (uint64_t)(p->row_bytes + p->behind));
+    const uint64_t page = kvpi_mul((uint64_t)page_rows, (uint64_t)(p->row_bytes + p->scale_stride));
     if (page >= kvpi_too_large)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: page_rows is %lld, too large", (long long)page_rows);
     if (page_stride != 0 && page_stride < (int64_t)page)
@@ -3958,8 +3709,8 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
     kvprim_table *const k = &preset->k_cache, *const v = &preset->v_cache;
     f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
     f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
-    f->scale_offset = p->behind ? page_rows * p->row_bytes : p->converted;
-    f->scale_inverse = p->inverse, f->scale_stride = p->behind; /* 0: the row's */
+    f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : p->converted;
+    f->scale_inverse = p->inverse, f->scale_stride = p->scale_stride; /* 0: the row's */
     k->data = data, k->rows = rows, k->stride = p->row_bytes;
     k->page_rows = page_rows, k->page_stride = page_stride ? page_stride : (int64_t)page;
     if (p->copied) {
@@ -3973,50 +3724,34 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
-/* An array of a kvprim_slots_desc, and the field that its length comes from, which errors name. */
-typedef struct kvpi_array {
-    kvpi_bytes bytes;
-    kvprim_index_type type;
-    const char *field;
-    int64_t length;
-} kvpi_array;
-
-enum { kvpi_written_arrays = 2, kvpi_slots_arrays = 7 };
-
-static kvpi_array kvpi_array_of(const char *name, const void *data, kvprim_index_type type, uint64_t elements,
-                                const char *field, int64_t length)
+/* An array of `elements`, of which there are as many as `field` says, `value`. */
+static kvprim_status kvpi_add_array(kvpi_uses *u, int written, const char *name, const void *data,
+                                    kvprim_index_type type, uint64_t elements, const char *field, int64_t value)
 {
-    const kvpi_array a = {{name, data, data ? kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4) : 0}, type, field, length};
-    return a;
+    const uint64_t bytes = kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4);
+    if (data && bytes >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_slots: %s is %lld, which makes %s larger than %llu bytes", field,
+                           (long long)value, name, (unsigned long long)kvpi_too_large);
+    (void)kvpi_add_use(u, written ? kvpi_counter : kvpi_array, written, name, data, bytes, kvpi_index_align(type));
+    return KVPRIM_OK;
 }
 
-/* Checks alignment, size and overlap of the arrays. The first kvpi_written_arrays of them are written. */
 static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_desc *d)
 {
     const kvprim_index_type type = d->token_type;
-    const uint64_t n = (uint64_t)d->count, requests = (uint64_t)d->requests;
-    const uint64_t pages = kvpi_add(kvpi_mul(requests - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
-    const kvpi_array a[kvpi_slots_arrays] = {
-        kvpi_array_of("slot", d->slot, d->slot_type, n, "count", d->count),
-        kvpi_array_of("rejected", d->rejected, KVPRIM_I32, 1, "count", 1),
-        kvpi_array_of("pages", d->pages, d->pages_type, pages, "requests", d->requests),
-        kvpi_array_of("request", d->request, type, n, "count", d->count),
-        kvpi_array_of("position", d->position, type, n, "count", d->count),
-        kvpi_array_of("cu_seqlens", d->cu_seqlens, type, requests + 1, "requests", d->requests),
-        kvpi_array_of("starts", d->starts, type, requests, "requests", d->requests)};
-    for (int k = 0; k < kvpi_slots_arrays; k++) {
-        const kvpi_bytes b = a[k].bytes;
-        if ((uintptr_t)b.data % (a[k].type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4) != 0)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, b.name,
-                               b.data);
-        if (b.bytes >= kvpi_too_large)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes %s larger than %llu bytes", function,
-                               a[k].field, (long long)a[k].length, b.name, (unsigned long long)kvpi_too_large);
-        for (int w = 0; w < kvpi_written_arrays && w < k; w++)
-            if (kvpi_overlap(a[w].bytes.data, a[w].bytes.bytes, b.data, b.bytes))
-                return kvpi_fail_overlap(function, a[w].bytes, b, "");
-    }
-    return KVPRIM_OK;
+    const int64_t count = d->count, requests = d->requests;
+    const uint64_t n = (uint64_t)count, each = (uint64_t)requests;
+    const uint64_t pages = kvpi_add(kvpi_mul(each - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
+    kvpi_uses u;
+    u.count = 0;
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "slot", d->slot, d->slot_type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "request", d->request, type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "position", d->position, type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "starts", d->starts, type, each, "requests", requests));
+    return kvpi_check_uses(function, &u, 0);
 }
 
 /* Checks which arrays are given, their types, and reserved fields. */
@@ -4039,25 +3774,20 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
                            d->starts);
     if (d->reserved_pages | d->reserved_token | d->reserved_slot | d->reserved)
-        return kvpi_not_zero(function, "a reserved field");
-    const struct {
-        const char *field;
-        kvprim_index_type type;
-    } types[] = {{"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
+        return kvpi_fail_reserved(function, "", "", "");
+    const kvpi_number types[] = {
+        {"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
     for (int k = 0; k < 3; k++)
-        if (types[k].type != KVPRIM_I32 && types[k].type != KVPRIM_I64)
+        if (types[k].value != KVPRIM_I32 && types[k].value != KVPRIM_I64)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                               types[k].field, (int)types[k].type);
+                               types[k].field, (int)types[k].value);
     return KVPRIM_OK;
 }
 
 static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d)
 {
     const int64_t int32_rows = (int64_t)1 << 31;
-    const struct {
-        const char *field;
-        int64_t value;
-    } sizes[] = {
+    const kvpi_number sizes[] = {
         {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
     KVPRIM_TRY(kvpi_check_given(function, d));
     for (int k = 0; k < 4; k++)
@@ -4078,18 +3808,13 @@ static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d
 KVPRIM_API kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved)
 {
     static const char function[] = "kvprim_slots";
-    KVPRIM_TRY(kvpi_check_desc(function, desc, desc ? &desc->count : NULL));
+    KVPRIM_TRY(kvpi_check_desc(function, desc, desc ? &desc->count : NULL, function));
     kvprim_slots_desc d = *desc;
     if (d.count > 0)
         KVPRIM_TRY(kvpi_check_slots(function, &d));
     if (resolved)
         *resolved = d;
     return KVPRIM_OK;
-}
-
-static int64_t kvpi_element(const void *data, kvprim_index_type type, int64_t i)
-{
-    return type == KVPRIM_I32 ? ((const int32_t *)data)[i] : ((const int64_t *)data)[i];
 }
 
 /* Finds token i's request and position. *request must hold that of token i - 1, from where the search goes on. Returns
@@ -4148,11 +3873,16 @@ KVPRIM_API kvprim_status kvprim_slots(const kvprim_slots_desc *desc)
     return KVPRIM_OK;
 }
 
-/* >>impl_copy ------------------------------------------------------------------------------------------------------ */
+/* >>impl_list -- what copy and unpack share: whether any destination meets any source */
 
 enum { kvpi_dst, kvpi_src };
+#ifdef KVPRIM_DEBUG
+enum { kvpi_debug = 1 }; /* destinations must not overlap each other, too */
+#else
+enum { kvpi_debug = 0 };
+#endif
 
-/* What copy and unpack have in common, so that one check serves both: a list of copies from address to address. */
+/* A list of copies from address to address. */
 typedef struct kvpi_list {
     const char *function, *name;      /* of the array, for errors */
     const kvprim_copy_item *items;    /* either these ... */
@@ -4160,8 +3890,7 @@ typedef struct kvpi_list {
     uint64_t base[2], count;
 } kvpi_list;
 
-/* kvpi_start and kvpi_size: where item i begins on one side, and how many bytes it has there. The source of zeros has
-   0 bytes. */
+/* Where item i begins on one side, and how many bytes it has there: 0 if it is the source of zeros. */
 KVPRIM_INLINE uint64_t kvpi_start(const kvpi_list *l, int side, uint64_t i)
 {
     if (l->items)
@@ -4202,10 +3931,7 @@ static kvpi_ends kvpi_list_ends(const kvpi_list *l, int side)
 /* A sweep visits destinations and sources in the order of their first bytes, their starts. A destination overlaps a
    source exactly if the one that starts later starts before the last byte that the other side has reached so far.
    There is no memory to sort all starts at once. So the addresses are cut into ranges of at most kvpi_sweep_starts
-   starts; a pass over the list collects those of one range, which are then sorted on the stack.
-
-   kvpi_check_list_apart tries what is cheaper first: whether all destinations lie before or after all sources, then
-   kvpi_pages_apart. */
+   starts; a pass over the list collects those of one range, which are then sorted on the stack. */
 enum {
     kvpi_sweep_starts = 4096,  /* sorted at a time; two such arrays take 32 KB of stack */
     kvpi_sweep_buckets = 4096, /* into which a range with more starts is cut; a power of two */
@@ -4230,6 +3956,11 @@ static kvprim_status kvpi_sweep_one(kvpi_sweep *s, int side, uint64_t i)
 {
     const kvpi_list *const l = s->list;
     const uint64_t start = kvpi_start(l, side, i), last = kvpi_last_byte(start, kvpi_size(l, side, i));
+    if (kvpi_debug && side == kvpi_dst && s->last[side] >= start) {
+        const uint64_t a = s->item[side] < i ? s->item[side] : i, b = s->item[side] < i ? i : s->item[side];
+        return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s[%llu] and %s[%llu] overlap in dst", l->function, l->name,
+                           (unsigned long long)a, l->name, (unsigned long long)b);
+    }
     if (s->last[!side] >= start) {
         const uint64_t d = side == kvpi_dst ? i : s->item[kvpi_dst], r = side == kvpi_src ? i : s->item[kvpi_src];
         return kvprim_fail(
@@ -4243,8 +3974,7 @@ static kvprim_status kvpi_sweep_one(kvpi_sweep *s, int side, uint64_t i)
     return KVPRIM_OK;
 }
 
-/* Visits those that start in [low, low + width] in the order of the list, for starts that are all equal or all of one
-   side: their order does not matter. */
+/* Visits those that start in [low, low + width], which are all equal or of one side: their order does not matter. */
 static kvprim_status kvpi_sweep_unsorted(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     const kvpi_list *const l = s->list;
@@ -4329,8 +4059,7 @@ static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int sh
     }
 }
 
-/* Visits those that start in [low, low + width], in order. The width loses 12 bits at each level of recursion, so there
-   are at most 6 levels. */
+/* Visits those that start in [low, low + width], in order. Each of at most 6 levels takes 12 bits of the width. */
 static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     uint8_t ends[kvpi_sweep_buckets / 8] = {0};
@@ -4407,72 +4136,40 @@ static int kvpi_pages_apart(kvpi_sweep *s, uint64_t low, uint64_t high)
     return kvpi_granules_apart(s, low, high, shift);
 }
 
-/* No destination shares a byte with a source. */
-static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kvpi_ends src)
+/* No destination shares a byte with a source; with kvpi_debug, nor with another destination. */
+static kvprim_status kvpi_check_list(const kvpi_list *l, kvpi_ends dst, kvpi_ends src)
 {
     kvpi_sweep s;
-    const uint64_t low = dst.first > src.first ? dst.first : src.first;
-    const uint64_t high = dst.last < src.last ? dst.last : src.last;
-    if (low > high)
-        return KVPRIM_OK;
-    if (l->count > KVPRIM_MAX_COPIES)
+    const uint64_t first = dst.first < src.first ? dst.first : src.first, low = dst.first + src.first - first;
+    const uint64_t last = dst.last > src.last ? dst.last : src.last, high = dst.last + src.last - last;
+    if (low <= high && l->count > KVPRIM_MAX_COPIES)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d, and sources lie between destinations",
                            l->function, (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
     s.list = l;
     s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
-    if (kvpi_pages_apart(&s, low, high))
+    if (kvpi_debug)
+        return first > last ? KVPRIM_OK : kvpi_sweep_range(&s, first, last - first);
+    if (low > high || kvpi_pages_apart(&s, low, high))
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* below `low` all are of one side; low > 0, as NULL is refused */
     return kvpi_sweep_range(&s, low, high - low);
 }
 
-#ifdef KVPRIM_DEBUG
-typedef struct kvpi_place {
-    uint64_t start, last, item;
-} kvpi_place;
+/* >>impl_copy ------------------------------------------------------------------------------------------------------ */
 
-static int kvpi_compare_places(const void *a, const void *b)
+/* What copy, unpack and unpack_meta have in common. `null`: another pointer that must be set and is not, or NULL. */
+static kvprim_status kvpi_check_buffers(const char *function, const char *null, int64_t reserved, const void *src,
+                                        uint64_t src_bytes, const void *dst, uint64_t dst_bytes)
 {
-    const uint64_t x = ((const kvpi_place *)a)->start, y = ((const kvpi_place *)b)->start;
-    return (x > y) - (x < y);
-}
-
-/* Sorts `n` destinations, and checks whether one begins before the previous one ends. */
-static kvprim_status kvpi_check_places(const kvpi_list *l, kvpi_place *sorted, size_t n)
-{
-    qsort(sorted, n, sizeof *sorted, kvpi_compare_places);
-    for (size_t i = 1; i < n; i++) {
-        const uint64_t a = sorted[i - 1].item, b = sorted[i].item;
-        if (sorted[i].start <= sorted[i - 1].last)
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s[%llu] and %s[%llu] overlap in dst", l->function, l->name,
-                               (unsigned long long)(a < b ? a : b), l->name, (unsigned long long)(a < b ? b : a));
-    }
+    null = null ? null : !src && src_bytes ? "src" : !dst && dst_bytes ? "dst" : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    if (reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)reserved);
+    if ((uint64_t)(size_t)src_bytes != src_bytes || (uint64_t)(size_t)dst_bytes != dst_bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
+                           function, (unsigned long long)src_bytes, (unsigned long long)dst_bytes);
     return KVPRIM_OK;
-}
-#endif
-
-/* With KVPRIM_DEBUG: no destination shares a byte with another one. */
-static kvprim_status kvpi_check_list_debug(const kvpi_list *l)
-{
-    kvprim_status status = KVPRIM_OK;
-#ifdef KVPRIM_DEBUG
-    size_t n = 0;
-    kvpi_place *const places = (kvpi_place *)malloc((size_t)l->count * sizeof *places);
-    if (!places)
-        return KVPRIM_OK; /* without memory this check is left out */
-    for (uint64_t i = 0; i < l->count; i++) {
-        const uint64_t start = kvpi_start(l, kvpi_dst, i), bytes = kvpi_size(l, kvpi_dst, i);
-        if (bytes) {
-            const kvpi_place place = {start, kvpi_last_byte(start, bytes), i};
-            places[n++] = place;
-        }
-    }
-    status = n ? kvpi_check_places(l, places, n) : KVPRIM_OK;
-    free(places);
-#else
-    (void)l;
-#endif
-    return status;
 }
 
 static kvprim_status kvpi_check_item(const kvprim_copy_item *items, size_t i)
@@ -4495,11 +4192,10 @@ static kvprim_status kvpi_check_items_apart(const kvprim_copy_desc *d)
 {
     for (size_t i = 0; i < d->count; i++)
         if (kvpi_overlap(d->items[i].dst, d->items[i].bytes, d->items, d->count * sizeof *d->items)) {
-            const kvpi_bytes items = {"items", d->items, d->count * sizeof *d->items};
-            char name[40];
-            const kvpi_bytes dst = {name, d->items[i].dst, d->items[i].bytes};
-            (void)snprintf(name, sizeof name, "dst of items[%llu]", (unsigned long long)i);
-            return kvpi_fail_overlap("kvprim_copy", dst, items, "");
+            return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                               "kvprim_copy: dst of items[%llu] (%p, %llu bytes) overlaps items (%p, %llu bytes)",
+                               (unsigned long long)i, d->items[i].dst, (unsigned long long)d->items[i].bytes,
+                               (const void *)d->items, (unsigned long long)(d->count * sizeof *d->items));
         }
     return KVPRIM_OK;
 }
@@ -4511,10 +4207,7 @@ KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
-    if (!desc->items)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: items is NULL", function);
-    if (desc->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
+    KVPRIM_TRY(kvpi_check_buffers(function, desc->items ? NULL : "items", desc->reserved, NULL, 0, NULL, 0));
     if (desc->count > KVPRIM_MAX_COPIES)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d", function,
                            (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
@@ -4525,8 +4218,7 @@ KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
     const uint64_t items = (uint64_t)(uintptr_t)desc->items;
     if (dst.first <= items + desc->count * sizeof *desc->items - 1 && dst.last >= items)
         KVPRIM_TRY(kvpi_check_items_apart(desc));
-    KVPRIM_TRY(kvpi_check_list_apart(&list, dst, src));
-    return kvpi_check_list_debug(&list);
+    return kvpi_check_list(&list, dst, src);
 }
 
 KVPRIM_API kvprim_status kvprim_copy(const kvprim_copy_desc *desc)
@@ -4582,17 +4274,8 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
-    const char *const null = !desc->fragments                ? "fragments"
-                             : !desc->src && desc->src_bytes ? "src"
-                             : !desc->dst && desc->dst_bytes ? "dst"
-                                                             : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    if (desc->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
-    if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
-                           function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
+    KVPRIM_TRY(kvpi_check_buffers(function, desc->fragments ? NULL : "fragments", desc->reserved, desc->src,
+                                  desc->src_bytes, desc->dst, desc->dst_bytes));
     const uint64_t fragments_bytes = kvpi_mul(desc->count, sizeof(kvprim_fragment));
     if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes))
         return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function,
@@ -4602,9 +4285,9 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
             KVPRIM_TRY(kvpi_check_fragment(desc, i));
     const kvpi_list list = {
         function, "fragments", NULL, desc->fragments, {(uintptr_t)desc->dst, (uintptr_t)desc->src}, desc->count};
-    if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->src, desc->src_bytes))
-        KVPRIM_TRY(kvpi_check_list_apart(&list, kvpi_list_ends(&list, kvpi_dst), kvpi_list_ends(&list, kvpi_src)));
-    return kvpi_check_list_debug(&list);
+    if (!kvpi_debug && !kvpi_overlap(desc->dst, desc->dst_bytes, desc->src, desc->src_bytes))
+        return KVPRIM_OK;
+    return kvpi_check_list(&list, kvpi_list_ends(&list, kvpi_dst), kvpi_list_ends(&list, kvpi_src));
 }
 
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
@@ -4622,28 +4305,6 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 
 /* >>impl_unpack_meta ----------------------------------------------------------------------------------------------- */
 
-/* Checks alignment and overlap of the memory that the descriptor names. The first two are written. */
-static kvprim_status kvpi_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
-{
-    const struct {
-        kvpi_bytes bytes;
-        size_t alignment;
-    } a[] = {{{"dst", d->dst, d->dst_bytes}, 1},
-             {{"rejected", d->rejected, d->rejected ? sizeof *d->rejected : 0}, 4},
-             {{"meta", d->meta, d->max_count * sizeof *d->meta}, 16},
-             {{"count", d->count, sizeof *d->count}, 8}};
-    for (int k = 0; k < 4; k++) {
-        const kvpi_bytes b = a[k].bytes;
-        if ((uintptr_t)b.data % a[k].alignment)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to %d bytes", function, b.name,
-                               b.data, (int)a[k].alignment);
-        for (int w = 0; w < 2 && w < k; w++)
-            if (kvpi_overlap(a[w].bytes.data, a[w].bytes.bytes, b.data, b.bytes))
-                return kvpi_fail_overlap(function, a[w].bytes, b, "");
-    }
-    return KVPRIM_OK;
-}
-
 KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc)
 {
     static const char function[] = "kvprim_unpack_meta";
@@ -4651,22 +4312,19 @@ KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc 
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (desc->max_count == 0)
         return KVPRIM_OK;
-    const char *const null = !desc->meta                     ? "meta"
-                             : !desc->count                  ? "count"
-                             : !desc->src && desc->src_bytes ? "src"
-                             : !desc->dst && desc->dst_bytes ? "dst"
-                                                             : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    if (desc->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
+    const char *const null = !desc->meta ? "meta" : !desc->count ? "count" : NULL;
+    KVPRIM_TRY(
+        kvpi_check_buffers(function, null, desc->reserved, desc->src, desc->src_bytes, desc->dst, desc->dst_bytes));
     if (desc->max_count > KVPRIM_MAX_UNPACK_META)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: max_count is %llu, more than %d", function,
                            (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
-    if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
-                           function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
-    return kvpi_check_meta_memory(function, desc);
+    kvpi_uses u;
+    u.count = 0;
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", desc->rejected, 4, 4);
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "dst", desc->dst, desc->dst_bytes, 1);
+    (void)kvpi_add_use(&u, kvpi_array, 0, "meta", desc->meta, desc->max_count * sizeof *desc->meta, 16);
+    (void)kvpi_add_use(&u, kvpi_array, 0, "count", desc->count, sizeof *desc->count, 8);
+    return kvpi_check_uses(function, &u, 0);
 }
 
 KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
@@ -4699,7 +4357,10 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512
 #undef KVPRIM_LIKELY
+#undef KVPRIM_COPY
 #undef KVPRIM_MOVE
+#undef KVPRIM_CONVERT
+#undef KVPRIM_NARROW_LIST
 #undef KVPRIM_TRY
 #undef KVPRIM_PREFETCH
 #undef KVPRIM_INLINE

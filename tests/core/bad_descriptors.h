@@ -175,6 +175,7 @@ static const struct bad_table {
     {{T(page_rows, 8), T(page_stride, 127)}, SIZE, ".page_stride is 127, less than a row's"},
     {{T(page_rows, 4), T(page_stride, 511)}, SIZE, ".page_stride is 511, but what lies inside that step takes"},
     {{T(heads, -1)}, SIZE, ".heads is -1"},
+    {{T(head_stride, -1)}, SIZE, ".head_stride is -1"},
     {{T(heads, INT32_MIN)}, SIZE, ".heads is -2147483648"},
     {{T(heads, 3)}, SIZE, ".heads is 3, which does not divide the bytes of a row, 128"},
     {{T(heads, 2)}, SIZE, ".head_stride is 0, less than the bytes of one head, 64"},
@@ -749,7 +750,7 @@ static void bad_slots_sizes(slots_memory *m)
 
 static void bad_slots_places(slots_memory *m)
 {
-    BAD_SLOTS(0, d.pages = plus(m->pages, 2), ARGUMENT, "is not aligned to its type");
+    BAD_SLOTS(0, d.pages = plus(m->pages, 2), ARGUMENT, "is not aligned to");
     BAD_SLOTS(0, d.request = plus(m->request, 1), ARGUMENT, "kvprim_slots: request (");
     BAD_SLOTS(0, d.position = plus(m->position, 2), ARGUMENT, "position (");
     BAD_SLOTS(1, d.cu_seqlens = plus(m->cu, 1), ARGUMENT, "cu_seqlens (");

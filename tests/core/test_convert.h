@@ -852,6 +852,17 @@ static void test_format_errors_of_transfers(void)
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 80);
     d.dst_layer_stride = 76;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "overlaps a row of dst (");
+    d.dst_layer_stride = 1024, d.rejected = (uint32_t *)(void *)(cache[0] + 512); /* between layers */
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    d.rejected = (uint32_t *)(void *)(cache[0] + 1024 + 76);
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "rejected (");
+    d.rejected = NULL;
+    kvprim_transfer_desc whole = d; /* its layers of scales hold whole pages */
+    kvprim_format own = f;
+    kvprim_move move;
+    own.scales = scales, own.scale_offset = 0, own.scale_page_stride = 4;
+    whole.dst.format = &own, whole.dst.page_rows = 8;
+    CHECK(kvprim_transfer_moves(&whole, &move) == KVPRIM_OK && move.dst.format.scale_layer_stride == 32);
     d.dst_layer_stride = 0, d.dst.stride = 24; /* scales inside rows, and inside pages, need no room after the last */
     f.scale_offset = 16, f.scale_stride = 0, d.dst.bytes = 3 * 4 * 24;
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 4 * 24);
