@@ -14,7 +14,6 @@
 #define HANDOVER_WAYS_CUH
 
 #include "handover_session.cuh"
-#include <signal.h>
 
 /* What a transfer brought: see say_ack. */
 typedef struct outcome {
@@ -72,96 +71,64 @@ static void move_chunk(session *s, pair p, const handover_chunk *chunk, void *me
     kvprim_or_exit(kvprim_cuda_move(moves, 2, &launch));
 }
 
-static void die_if_due(session *s)
-{
-    if (s->dies_at < 0 || s->dies_at-- > 0)
-        return;
-    (void)raise(s->o->stop ? SIGSTOP : SIGKILL);
-}
-
 /* ---- the ring: the prefill side ---- */
 
-/* What the decode side has said about a request that goes out. */
+/* A request that goes out. */
 typedef struct outgoing {
+    chunk_walk walk;
     int64_t sent;
     bool cancelled, ended, acknowledged;
     handover_message ack;
 } outgoing;
 
-/* More credits than a ring has slots, or than chunks were sent, are the peer's mistake. */
-static bool take_credits(session *s, const handover_message *m)
-{
-    kvprim_status status = KVPRIM_ERROR_SIZE;
-    if (m->a >= 0 && m->a < s->o->lanes && m->b >= 1 && m->b <= s->o->slots)
-        status = kvprim_ring_credit(&s->rings[m->a], (int32_t)m->b);
-    return status == KVPRIM_ERROR_SIZE ? lose(s, "the peer gives credits for chunks that it did not get")
-                                       : reached(s, status);
-}
-
 /* Takes what the decode side says while chunks go out, and after the last one. */
-static bool hear_decode_side(session *s, outgoing *out, int wait_ms)
+static void hear_decode_side(session *s, outgoing *out, int wait_ms)
 {
     handover_message m;
-    int n = 0;
-    while (!out->acknowledged && (n = handover_link_hear(&s->link, &m, wait_ms)) > 0) {
-        wait_ms = 0;
-        if (m.kind == say_credit) {
-            if (!take_credits(s, &m))
-                return false;
-        } else if (m.kind == say_cancel) {
+    for (; !out->acknowledged && handover_link_hear(&s->link, &m, wait_ms); wait_ms = 0)
+        if (m.kind == say_credit && m.a >= 0 && m.a < s->o->lanes)
+            kvprim_or_exit(kvprim_ring_credit(&s->rings[m.a], (int32_t)m.b));
+        else if (m.kind == say_cancel)
             out->cancelled = true;
-        } else if (m.kind == say_ack && out->ended) {
+        else if (m.kind == say_ack && out->ended)
             out->acknowledged = true, out->ack = m;
-        } else {
-            return lose(s, "the peer sent a message that is not due");
-        }
-    }
-    return linked(s, n >= 0) && (out->acknowledged || check_comms(s));
+        else
+            not_due();
+    if (!out->acknowledged)
+        check_comms(s);
 }
 
-/* Packs, sends and announces one chunk, if its lane has a credit. */
-static bool send_chunk(session *s, const ask *a, chunk_walk *walk, int64_t number, bool *sent)
+/* Packs, sends and announces one chunk. False: its lane has no credit. */
+static bool send_chunk(session *s, const ask *a, outgoing *out)
 {
-    const int lane = (int)(number % s->o->lanes);
+    const int lane = (int)(out->sent % s->o->lanes);
     handover_chunk chunk;
     void *slot;
-    *sent = false;
-    if (!reached(s, kvprim_ring_claim(&s->rings[lane], s->work[lane], &slot)))
-        return false;
+    kvprim_or_exit(kvprim_ring_claim(&s->rings[lane], s->work[lane], &slot));
     if (!slot)
-        return true;
-    const pair p = walk_next(s, a, walk, &chunk);
+        return false;
+    const pair p = walk_next(s, a, &out->walk, &chunk);
     move_chunk(s, p, &chunk, slot, s->work[lane]);
-    *sent = true;
-    return reached(s, kvprim_ring_send(&s->rings[lane], chunk.bytes, s->work[lane])) &&
-           tell(s, say_chunk, number, (int64_t)chunk.bytes, 0);
+    kvprim_or_exit(kvprim_ring_send(&s->rings[lane], chunk.bytes, s->work[lane]));
+    tell(s, say_chunk, out->sent++, (int64_t)chunk.bytes, 0);
+    return true;
 }
 
-/* cancel_at: this side cancels after so many chunks; -1: it does not. */
-static bool send_by_ring(session *s, const ask *a, int64_t cancel_at, handover_message *ack)
+/* Returns the decode side's say_ack. cancel_at: this side cancels after so many chunks; -1: it does not. */
+static handover_message send_by_ring(session *s, const ask *a, int64_t cancel_at)
 {
-    chunk_walk walk;
     outgoing out;
     memset(&out, 0, sizeof out);
-    walk_begin(s, a, &walk);
-    while (out.sent < walk.total && !out.cancelled && out.sent != cancel_at) {
-        bool one;
-        if (!send_chunk(s, a, &walk, out.sent, &one))
-            return false;
-        if (one)
-            die_if_due(s);
-        out.sent += one;
-        if (!hear_decode_side(s, &out, one ? 0 : 20))
-            return false;
+    walk_begin(s, a, &out.walk);
+    while (out.sent < out.walk.total && !out.cancelled && out.sent != cancel_at) {
+        const bool sent = send_chunk(s, a, &out);
+        hear_decode_side(s, &out, sent ? 0 : 20);
     }
     out.ended = true;
-    if (!tell(s, say_end, out.sent, 0, 0))
-        return false;
+    tell(s, say_end, out.sent, 0, 0);
     while (!out.acknowledged)
-        if (!hear_decode_side(s, &out, 20))
-            return false;
-    *ack = out.ack;
-    return true;
+        hear_decode_side(s, &out, 20);
+    return out.ack;
 }
 
 /* ---- the ring: the decode side ---- */
@@ -199,30 +166,26 @@ static handover_chunk *recent(const session *s, incoming *in, int64_t number)
 }
 
 /* Receives an announced chunk. One that comes after this side has cancelled is dropped. */
-static bool receive_chunk(session *s, const ask *a, incoming *in, int64_t number, int64_t bytes)
+static void receive_chunk(session *s, const ask *a, incoming *in, int64_t number, int64_t bytes)
 {
+    const int lane = (int)(in->received % s->o->lanes);
+    handover_chunk *const chunk = recent(s, in, in->received);
     void *slot;
     if (number != in->received || number >= in->walk.total)
-        return lose(s, "the peer announced a chunk out of turn");
-    const int lane = (int)(number % s->o->lanes);
-    handover_chunk *const chunk = recent(s, in, number);
+        not_due();
     const pair p = walk_next(s, a, &in->walk, chunk);
     if (bytes != (int64_t)chunk->bytes)
-        return lose(s, "the peer announced a chunk of another size");
-    if (!reached(s, kvprim_ring_recv(&s->rings[lane], chunk->bytes, s->work[lane], &slot)))
-        return false;
+        not_due();
+    kvprim_or_exit(kvprim_ring_recv(&s->rings[lane], chunk->bytes, s->work[lane], &slot));
     if (in->cancelled)
         chunk->layers = 0;
     else
         move_chunk(s, p, chunk, slot, s->work[lane]);
-    in->received++;
-    die_if_due(s);
-    if (in->received == a->cancel_at && !in->cancelled) {
+    kvprim_or_exit(kvprim_ring_release(&s->rings[lane], s->work[lane]));
+    if (++in->received == a->cancel_at) {
         in->cancelled = true;
-        if (!tell(s, say_cancel, 0, 0, 0))
-            return false;
+        tell(s, say_cancel, 0, 0, 0);
     }
-    return reached(s, kvprim_ring_release(&s->rings[lane], s->work[lane]));
 }
 
 /* Notes which layers are complete with a chunk that was unpacked. */
@@ -238,47 +201,41 @@ static void note_unpacked(incoming *in, const handover_chunk *chunk)
 }
 
 /* Takes the slots that are free again and gives credits for them. */
-static bool give_credits(session *s, incoming *in)
+static void give_credits(session *s, incoming *in)
 {
     for (int lane = 0; lane < s->o->lanes; lane++) {
         int32_t n = 0;
-        if (!reached(s, kvprim_ring_take(&s->rings[lane], &n)))
-            return false;
-        if (n && !tell(s, say_credit, lane, n, 0))
-            return false;
+        kvprim_or_exit(kvprim_ring_take(&s->rings[lane], &n));
+        if (n)
+            tell(s, say_credit, lane, n, 0);
         for (; n > 0; n--)
             note_unpacked(in, recent(s, in, in->taken[lane]++ * s->o->lanes + lane));
     }
-    return true;
 }
 
 /* While chunks are under way it does not sleep: a credit that comes late leaves the link idle. */
-static bool receive_by_ring(session *s, const ask *a)
+static void receive_by_ring(session *s, const ask *a)
 {
     static incoming state;
     incoming *const in = &state;
     handover_message m;
     incoming_begin(s, a, in);
-    if (!tell(s, say_ready, 0, 0, 0))
-        return false;
+    tell(s, say_ready, 0, 0, 0);
     in->begun_us = handover_now_us();
     while (in->announced_end < 0 || in->all_taken < in->announced_end) {
-        const bool busy = in->all_taken < in->received;
-        const int n = handover_link_hear(&s->link, &m, busy ? 0 : 20);
-        if (n < 0)
-            return linked(s, false);
-        if (n > 0 && m.kind == say_end && m.a == in->received)
+        const bool busy = in->all_taken < in->received, heard = handover_link_hear(&s->link, &m, busy ? 0 : 20);
+        if (heard && m.kind == say_chunk)
+            receive_chunk(s, a, in, m.a, m.b);
+        else if (heard && m.kind == say_end && m.a == in->received)
             in->announced_end = m.a;
-        else if (n > 0 && m.kind != say_chunk)
-            return lose(s, "the peer sent a message that is not due");
-        else if (n > 0 && !receive_chunk(s, a, in, m.a, m.b))
-            return false;
+        else if (heard)
+            not_due();
         if (busy || in->announced_end >= 0)
             s->link.heard_us = handover_now_us(); /* it owes bytes, for which NCCL's deadline counts, or nothing */
-        if (!give_credits(s, in) || !check_comms(s))
-            return false;
+        give_credits(s, in);
+        check_comms(s);
     }
-    return tell(s, say_ack, in->out.first_us, in->out.last_us, in->out.chunks);
+    tell(s, say_ack, in->out.first_us, in->out.last_us, in->out.chunks);
 }
 
 /* ---- straight ---- */
@@ -311,46 +268,52 @@ static void push_straight(session *s, const ask *a, const int32_t *pages, int64_
 }
 
 /* Waits for what the prefill side has written into the peer's memory, and says that it is there. */
-static bool end_push(session *s)
+static void end_push(session *s)
 {
-    handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms);
+    guard_begin(s->o->timeout_ms);
     CU(cudaStreamSynchronize(s->mine.stream));
-    return guard_end(s) && tell(s, say_pushed, 0, 0, 0);
+    guard_end();
+    tell(s, say_pushed, 0, 0, 0);
 }
 
 /* ---- either way ---- */
 
 /* The prefill side sends what was asked for, up to the decode side's word that it is there. */
-static bool transfer(session *s, const ask *a, int64_t cancel_at, outcome *out)
+static outcome transfer(session *s, const ask *a, int64_t cancel_at)
 {
     handover_message m;
     const int64_t pages = a->way == way_straight ? (a->tokens - 1) / s->to[0].page_rows + 1 : 0;
-    if (!tell_bytes(s, say_request, 0, a, sizeof *a) ||
-        !expect(s, say_ready, &m, (size_t)pages * sizeof *s->peer_pages))
-        return false;
+    tell_bytes(s, say_request, 0, a, sizeof *a);
+    expect(s, say_ready, &m, (size_t)pages * sizeof *s->peer_pages);
     const int64_t begun_us = handover_now_us();
     if (a->way == way_ring) {
-        if (!send_by_ring(s, a, cancel_at, &m))
-            return false;
+        m = send_by_ring(s, a, cancel_at);
     } else {
-        if (a->way == way_straight)
+        if (a->way == way_straight) {
             push_straight(s, a, (const int32_t *)(const void *)s->link.payload, pages);
-        if (!(a->way == way_straight ? end_push(s) : s->others->move(s, a)) || !expect(s, say_ack, &m, 0))
-            return false;
+            end_push(s);
+        } else {
+            s->others->move(s, a);
+        }
+        expect(s, say_ack, &m, 0);
     }
-    *out = {m.a, m.b, m.c, (double)(handover_now_us() - begun_us) / 1e6};
-    return true;
+    return {m.a, m.b, m.c, (double)(handover_now_us() - begun_us) / 1e6};
 }
 
 /* The decode side's part of it. */
-static bool serve_transfer(session *s, const ask *a, int64_t pages)
+static void serve_transfer(session *s, const ask *a, int64_t pages)
 {
     handover_message m;
-    if (a->way == way_ring)
-        return receive_by_ring(s, a);
-    const size_t bytes = a->way == way_straight ? (size_t)pages * sizeof *s->mine.pages : 0;
-    return tell_bytes(s, say_ready, 0, s->mine.pages, bytes) &&
-           (a->way == way_straight ? expect(s, say_pushed, &m, 0) : s->others->move(s, a)) && tell(s, say_ack, 0, 0, 0);
+    if (a->way == way_ring) {
+        receive_by_ring(s, a);
+        return;
+    }
+    tell_bytes(s, say_ready, 0, s->mine.pages, a->way == way_straight ? (size_t)pages * sizeof *s->mine.pages : 0);
+    if (a->way == way_straight)
+        expect(s, say_pushed, &m, 0);
+    else
+        s->others->move(s, a);
+    tell(s, say_ack, 0, 0, 0);
 }
 
 #endif
