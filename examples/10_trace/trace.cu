@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: MIT */
 /* Shows in a trace where the time goes, and why KV caches are preallocated. A decode loop runs twice: over a cache that
    concatenates (each token takes a new buffer and copies the old rows), and over a cache that stores rows into slots.
-   The program records through CUPTI what the GPU does, and prints for both the answers that one looks for in a trace.
+   The program records through CUPTI what the GPU does, and compares both; answers.py says what one looks for in a trace.
 
-       nvcc -arch=native -I. examples/10_trace/trace.cu -lcupti -o 10_trace && ./10_trace
+       nvcc -arch=native -I. examples/10_trace/trace.cu -lcupti -o 10_trace && ./10_trace --out trace.json
+       python3 examples/10_trace/answers.py trace.json --range 'storing cache' --out for_perfetto.json
 
-   With --out FILE it writes the trace for ui.perfetto.dev. With the name of a trace file it answers the same questions
-   about that, and compares two (--help); trace_file.c is that part alone, without CUDA. sql/ asks them in SQL:
-   `trace_processor_shell -q sql/6_gaps.sql trace.json`. If cupti.h is not found, add -I and -L for include and lib64
-   under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches hold the same rows in the
-   end, and that the trace has every launch and byte once. The two caches take half a GB of the GPU's memory. */
+   Without --out it writes no file. answers.py reads traces of torch and nsys, too, and compares two (--help). sql/ asks
+   the same in SQL: `trace_processor_shell -q sql/6_gaps.sql for_perfetto.json`. If cupti.h is not found, add -I and -L
+   for include and lib64 under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches hold
+   the same rows in the end, and that the trace has every launch and byte once. The two caches take half a GB of the
+   GPU's memory. */
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
 #include "cupti_trace.h"
 #include "costs.h"
-#include "trace_files.h"
 #include <cuda_runtime.h>
+#include <string.h>
 
 /* Each layer has rows of 2 KB for K and V. A run has a prompt, a few tokens that load the kernels, and the tokens that
    are recorded. */
@@ -236,7 +237,7 @@ static void record(int on)
         cupti_trace_start(&scrap);
     else {
         (void)cupti_trace_stop();
-        trace_free(&scrap);
+        scrap = trace();
     }
 }
 
@@ -270,7 +271,7 @@ static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
 /* Returns 1 unless the trace has exactly this many events of the family, with this many bytes in total. */
 static int miscounted(int phase, trace_kind kind, const char *family, int64_t count, int64_t bytes)
 {
-    const trace_entry got = trace_family(&s.recorded, phase, kind, family);
+    const trace_sum got = trace_family(&s.recorded, phase, kind, family);
     if ((int64_t)got.count == count && (int64_t)got.bytes == bytes)
         return 0;
     printf("phase %d, %s: %lld launched, %lld bytes; recorded: %llu, %llu bytes\n", phase, family, (long long)count,
@@ -355,10 +356,10 @@ static void print_row(const char *what, int digits, double concatenating, double
    phase that does only that with copies, or with kvprim's kernels, is subtracted from the other. */
 static void print_lesson(void)
 {
-    const trace_entry old_copies = trace_family(&s.recorded, 1, TRACE_COPY, "Memcpy DtoD");
-    const trace_entry history = trace_family(&s.recorded, 2, TRACE_COPY, "Memcpy DtoD");
-    const trace_entry gathers = trace_family(&s.recorded, 1, TRACE_KERNEL, kvprim_kernels);
-    const trace_entry moves = trace_family(&s.recorded, 2, TRACE_KERNEL, kvprim_kernels);
+    const trace_sum old_copies = trace_family(&s.recorded, 1, TRACE_COPY, "Memcpy DtoD");
+    const trace_sum history = trace_family(&s.recorded, 2, TRACE_COPY, "Memcpy DtoD");
+    const trace_sum gathers = trace_family(&s.recorded, 1, TRACE_KERNEL, kvprim_kernels);
+    const trace_sum moves = trace_family(&s.recorded, 2, TRACE_KERNEL, kvprim_kernels);
     const double stores = (double)moves.count - (double)gathers.count;
     const double attended_ms[2] = {1e-6 * (double)trace_family(&s.recorded, 1, TRACE_KERNEL, "attend").ns,
                                    1e-6 * (double)trace_family(&s.recorded, 2, TRACE_KERNEL, "attend").ns};
@@ -377,14 +378,9 @@ static void print_lesson(void)
            "over the cache, and all except the newest were last touched a step ago.\n\n");
 }
 
-/* Prints the phase's answers and checks its counts. Returns the number of faults. */
-static int report(const kv_cache *c, int phase, size_t missing)
+/* Checks the phase's counts. Returns the number of faults. */
+static int check_phase(const kv_cache *c, int phase, size_t missing)
 {
-    trace_questions questions = trace_usual_questions;
-    questions.family = kvprim_kernels;
-    questions.top = 10;
-    printf("%s== %s\n", phase > 1 ? "\n" : "", c->title);
-    trace_report(&s.recorded, phase, &questions);
     if (missing)
         printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
     return (missing != 0) + miscounts(c, phase);
@@ -404,9 +400,8 @@ static int record_caches(const char *out)
     const cost first = cost_of(COST_NOTHING, storing_steps);
     for (int c = 0; c < 2; c++)
         missing[c] = decode(&caches[c]);
-    (void)trace_project(&s.recorded, NULL);
     for (int c = 0; c < 2; c++)
-        wrong += report(&caches[c], c + 1, missing[c]);
+        wrong += check_phase(&caches[c], c + 1, missing[c]);
     print_lesson();
     const int rows = wrong_rows(&caches[0], &caches[1]);
     printf("%d rows of the two caches compared, %d wrong; %severy launch and byte is in the trace, once\n",
@@ -417,7 +412,8 @@ static int record_caches(const char *out)
         return 1;
     }
     if (out)
-        printf("%zu events in %s, for ui.perfetto.dev\n", s.recorded.count, out);
+        printf("%zu events in %s; python3 examples/10_trace/answers.py answers questions about them\n",
+               s.recorded.events.size(), out);
     return wrong || rows;
 }
 
@@ -425,16 +421,15 @@ int main(int argc, char **argv)
 {
     int devices = 0;
     const bool records = argc == 1 || (argc == 3 && strcmp(argv[1], "--out") == 0);
-    const bool help = argc == 2 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0);
-    if (help)
-        printf("usage: 10_trace [--out FILE]\n\nRecords two ways to keep a KV cache, prints where the time goes and "
-               "what recording costs, and writes the\ntrace for ui.perfetto.dev. Or reads traces:\n\n");
-    if (!records)
-        return trace_files("10_trace", argc, argv);
+    if (!records) {
+        fprintf(stderr,
+                "usage: 10_trace [--out FILE]\n\nRecords two ways to keep a KV cache, prints what they take and "
+                "what recording costs, and writes the trace.\n");
+        return 2;
+    }
     const cudaError_t found = cudaGetDeviceCount(&devices);
     if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s; with the name of a trace it needs none\n",
-               cudaGetErrorString(found));
+        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
         return 1;
     }
     return record_caches(argc == 3 ? argv[2] : NULL);

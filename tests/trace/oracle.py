@@ -64,7 +64,7 @@ def answers(path, full_names=True, family='', top=50, longer_than=None, more_tha
     small = [e for e in operations if e['ns'] < 5000]
     often = collections.Counter(e['usual'] for e in small)
     kernels = [e['ns'] for e in operations if e['cat'] in ('kernel', 'cuda') and family in e['usual']]
-    shares = list(categories) + [share for share in SHARES if share[0] not in dict(categories)]
+    shares = list(categories) + SHARES
     share = lambda name: next((label for label, words in shares if re.search(words, name, re.I)), 'other')
     listed = operations if longer_than is None else operations + calls + ranges
     first = min((e['begin'] for e in listed), default=0)
