@@ -53,6 +53,9 @@ class Event:
         """In the viewer process 1 is the host, and the next ones are the GPUs."""
         return 1 if self.kind in (CALL, RANGE) else 2 + self.device
 
+    def row(self):
+        return {KERNEL: 1, COPY: 2}.get(self.kind, 0)
+
 
 # ---- names ----
 
@@ -204,7 +207,8 @@ class Trace:
             event.track = track(args.get('stream', e.get('tid')) if kind <= COPY else e.get('tid'))
             event.correlation = whole(args.get('correlation'), 'the correlation', 2**32 - 1) if kind != RANGE else 0
             if kind <= COPY:  # a converter has a process "Device 0"
-                event.device = whole(args['device'], 'the device', 1023) if 'device' in args else track(e.get('pid')) % 1024
+                device = args.get('device', track(e.get('pid')) % 1024)
+                event.device = whole(device, 'the device', 1023)
             event.bytes = whole(args.get('bytes'), 'the number of bytes', 2**64 - 1) if kind == COPY else 0
         if phase == 'B':
             self.open[row].append(event)
@@ -321,8 +325,8 @@ class Trace:
 # ---- ranges ----
 
 def project(events, only=None):
-    """Returns one span per stream for each range whose calls, on its thread, started operations there: from the begin of
-    the first operation to the end of the last. With `only`, what lies in ranges of this name, and what was started
+    """Returns one span per stream for each range whose calls, on its thread, started operations there: from the begin
+    of the first operation to the end of the last. With `only`, what lies in ranges of this name, and what was started
     there, is `inside`, and the rest is not. Returns the number of these ranges, too."""
     host = sorted((e for e in events if e.kind in (CALL, RANGE)), key=lambda e: (e.track, e.begin, -e.end))
     started, spans, named = by_correlation(events, lambda e: e.kind <= COPY), [], 0
@@ -340,7 +344,8 @@ def project(events, only=None):
             e.inside |= selects
             for operation in started.get(e.correlation, ()) if e.kind == CALL else ():
                 operation.inside |= selects
-                span = on.setdefault((operation.device, operation.track), Event(SPAN, outer.full, *[operation.begin] * 2))
+                new = Event(SPAN, outer.full, operation.begin, operation.end)
+                span = on.setdefault((operation.device, operation.track), new)
                 span.begin, span.end = min(span.begin, operation.begin), max(span.end, operation.end)
                 span.bytes += 1
         for place, span in on.items():
@@ -465,8 +470,8 @@ def print_table(table, title, all_ns, asked, unit='', least=0, old=None):
         before = old.get(name, nothing) if old is not None else nothing
         more = f'{before[0]:11}{before[1] / 1e6:13.3f}{slower[name] / 1e6:+13.3f}' if old is not None else {
             'MB': f'{size / 1e6:12.3f}{size / (time or 1):10.2f}', 'operations': f'{size:12}', '': ''}[unit]
-        print(f'{count:10}{time / 1e6:13.3f}{time / 1e3 / (count or 1):12.2f}{shortest / 1e3:12.2f}{longest / 1e3:12.2f}'
-              f'{100 * time / (all_ns or 1):9.1f}{more}   {name}')
+        print(f'{count:10}{time / 1e6:13.3f}{time / 1e3 / (count or 1):12.2f}{shortest / 1e3:12.2f}'
+              f'{longest / 1e3:12.2f}{100 * time / (all_ns or 1):9.1f}{more}   {name}')
 
 
 def print_long(events, asked):
@@ -509,8 +514,8 @@ def report(events, asked):
     print('1   top operations by total time')
     print_table(tables['operation'], 'operation', all_ns, asked)
     print_long(events, asked)
-    print(f'3   small and frequent: {total["small"][0]} of {total["operation"][0]} operations take less than 5 us each, '
-          f'about the time of a launch; {total["small"][1] / 1e6:.3f} ms\n    in total. Those with more than '
+    print(f'3   small and frequent: {total["small"][0]} of {total["operation"][0]} operations take less than 5 us '
+          f'each, about the time of a launch; {total["small"][1] / 1e6:.3f} ms\n    in total. Those with more than '
           f"{asked.more_than} launches, and the host's time in calls and ranges")
     print_table(tables['small'], 'small operation', all_ns, asked, least=asked.more_than)
     print_table(tables['call'], 'call', total['call'][1], asked)
@@ -548,16 +553,15 @@ LANES, DEPTH = 8, 64
 class Rows:
     """Rows of the viewer: each stream has one of spans, then one of kernels, then one of copies; each host thread has
     one of ranges with the calls in them. The viewer drops an event that begins inside another one of its row and ends
-    after it. Such events, as of kernels that start while the one before still runs (PDL), go to another lane: a row with
-    the same title."""
+    after it. Such events, as of kernels that start while the one before still runs (PDL), go to another lane: a row
+    with the same title."""
 
     def __init__(self, write):
         self.write, self.count, self.lanes = write, 0, {}
 
     def of(self, e):
         """Returns the row's number. Events come in order of time, those that contain others first."""
-        row = {KERNEL: 1, COPY: 2}.get(e.kind, 0)
-        lanes = self.lanes.setdefault((e.process(), e.track, row), [])
+        lanes = self.lanes.setdefault((e.process(), e.track, e.row()), [])
         for lane in lanes:
             while lane[1:] and lane[-1] <= e.begin:
                 lane.pop()
@@ -566,18 +570,19 @@ class Rows:
         else:
             if len(lanes) < LANES:
                 self.count += 1
-                self.title(e, row, ', overlapping' if lanes else '')
+                self.title(e, ', overlapping' if lanes else '')
                 lanes.append(lane := [self.count])
         lane.append(e.end)  # its number, then the ends of events that contain each other
         return lane[0]
 
-    def title(self, e, row, more):
+    def title(self, e, more):
         process, host = e.process(), e.process() == 1
         titles = 'host' if host else f'GPU {e.device}', f'thread {e.track}' if host else (
-            f'stream {e.track} {("ranges", "kernels", "copies")[row]}')
+            f'stream {e.track} {("ranges", "kernels", "copies")[e.row()]}')
         for what, index, name in ('process', process, titles[0]), ('thread', self.count, titles[1] + more):
             for key, value in ('sort_index', index), ('name', name):
-                self.write({'ph': 'M', 'pid': process, 'tid': self.count, 'name': f'{what}_{key}', 'args': {key: value}})
+                self.write({'ph': 'M', 'pid': process, 'tid': self.count, 'name': f'{what}_{key}',
+                            'args': {key: value}})
 
 
 def write(events, path):
@@ -587,13 +592,13 @@ def write(events, path):
     us = lambda time: f'{time // 1000}.{time % 1000:03}'  # not rounded
     with open(path, 'w', encoding='utf-8') as file:
         def begin(phase, category, e, name, row, rest):
-            file.write(f',\n{{"ph":"{phase}","cat":"{category}","pid":{e.process()},"tid":{row},"ts":{us(e.begin - zero)},'
-                       f'"name":{json.dumps(name, ensure_ascii=False)}{rest}}}')
+            file.write(f',\n{{"ph":"{phase}","cat":"{category}","pid":{e.process()},"tid":{row},'
+                       f'"ts":{us(e.begin - zero)},"name":{json.dumps(name, ensure_ascii=False)}{rest}}}')
 
         file.write('{"displayTimeUnit":"ns","traceEvents":[\n'
                    '{"ph":"M","pid":1,"name":"process_labels","args":{"labels":"kvprim"}}')
         rows = Rows(lambda event: file.write(',\n' + json.dumps(event)))
-        events = sorted(events, key=lambda e: (e.process(), e.track, {KERNEL: 1, COPY: 2}.get(e.kind, 0), e.begin, -e.end))
+        events = sorted(events, key=lambda e: (e.process(), e.track, e.row(), e.begin, -e.end))
         row_of = {id(e): rows.of(e) for e in events}
         for i, e in enumerate(events):
             on_gpu = e.process() > 1
@@ -614,7 +619,7 @@ def write(events, path):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f'10_trace: {message}; see --help\n')
+        self.exit(2, f'answers.py: {message}; see --help\n')
 
 
 def category(text):
@@ -635,7 +640,7 @@ def number(text):
 
 
 def parsed():
-    parser = Parser(prog='10_trace', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog='answers.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add('trace', nargs='+', metavar='TRACE')
     add('--compare', action='store_true', help='of two traces, OLD NEW: what became slower and what faster')
@@ -690,7 +695,7 @@ def main():
         sys.stdout.flush()
     except (Fault, OSError) as error:
         what = error.args[0] if isinstance(error, Fault) else f'{where}: {error.strerror}'
-        print(f'10_trace: {what}', file=sys.stderr, flush=True)
+        print(f'answers.py: {what}', file=sys.stderr, flush=True)
         os._exit(1)  # what could not be written is not written again
     return 0
 

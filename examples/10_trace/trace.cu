@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: MIT */
 /* Shows in a trace where the time goes, and why KV caches are preallocated. A decode loop runs twice: over a cache that
    concatenates (each token takes a new buffer and copies the old rows), and over a cache that stores rows into slots.
-   The program records through CUPTI what the GPU does, and compares both; answers.py says what one looks for in a trace.
+   The program records through CUPTI what the GPU does, and compares both; answers.py says what one looks for in such a
+   trace.
 
        nvcc -arch=native -I. examples/10_trace/trace.cu -lcupti -o 10_trace && ./10_trace --out trace.json
        python3 examples/10_trace/answers.py trace.json --range 'storing cache' --out for_perfetto.json
 
    Without --out it writes no file. answers.py reads traces of torch and nsys, too, and compares two (--help). sql/ asks
    the same in SQL: `trace_processor_shell -q sql/6_gaps.sql for_perfetto.json`. If cupti.h is not found, add -I and -L
-   for include and lib64 under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches hold
-   the same rows in the end, and that the trace has every launch and byte once. The two caches take half a GB of the
-   GPU's memory. */
+   for include and lib64 under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches
+   hold the same rows in the end, and that the trace has every launch and byte once. The two caches take half a GB of
+   the GPU's memory. */
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* What was recorded: events with a name, a begin and an end in nanoseconds; and its file, as Chrome's JSON with the
-   categories and arguments of torch's profiler. answers.py reads it, and gives it rows with titles, arrows and ranges on
-   streams for ui.perfetto.dev. Callers lock if threads share a trace. C++11. */
+   categories and arguments of torch's profiler. answers.py reads it, and gives it rows with titles, arrows and ranges
+   on streams for ui.perfetto.dev. Callers lock if threads share a trace. C++11. */
 #ifndef TRACE_H
 #define TRACE_H
 
@@ -50,7 +50,7 @@ static trace_sum trace_family(const trace *t, int phase, trace_kind kind, const 
     return sum;
 }
 
-/* Times are microseconds with three decimals: whole nanoseconds. Kernels of a stream are one row, its copies another. */
+/* Times are microseconds with three decimals: whole nanoseconds. Kernels of a stream are a row, its copies another. */
 static void trace_write_event(FILE *f, const trace_event &e, const char *separator)
 {
     static const char *const categories[] = {"kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "user_annotation"};

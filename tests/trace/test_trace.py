@@ -204,7 +204,7 @@ def refuses(name, code, words, *arguments, **options):
         faults.append(f'"{words}" is not in: {result.stderr}')
     if result.stderr.count('\n') > (3 if code == 2 else 1):
         faults.append(f'more than one line: {result.stderr}')
-    if not result.stderr.startswith('10_trace'):
+    if not result.stderr.startswith('answers.py'):
         faults.append(f'does not begin with the program: {result.stderr}')
     judge(name, faults)
 
