@@ -326,10 +326,10 @@ build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_ba
 build/14_handover: examples/14_handover/handover.cu $(wildcard examples/14_handover/*) $(HEADERS) build/flags
 	@$(CUDA_ENVIRONMENT) sh -c '. tests/gpu/environment.sh && $(COMPILE_CUDA) $$nccl_flags $< -o $@ $$nccl_link'
 
-build/10_trace: examples/10_trace/trace.cu $(HEADERS) build/flags
+build/10_trace: examples/10_trace/trace.cu examples/gpu.cuh $(HEADERS) build/flags
 	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))
 
-$(GPU_EXAMPLES): build/%: examples/%.cu $(HEADERS) build/flags
+$(GPU_EXAMPLES): build/%: examples/%.cu examples/gpu.cuh $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 build/kvprim_cuda.o: kvprim.h kvprim_cuda.cuh build/flags

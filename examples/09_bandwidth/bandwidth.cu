@@ -47,14 +47,6 @@ static struct {
     cudaEvent_t begin, end;
 } g;
 
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
 /* ---- measuring --------------------------------------------------------------------------------------------------- */
 
 static uint64_t in_flight(const run *r) /* per SM */
@@ -82,9 +74,8 @@ static int fits(const run *r)
     int blocks = 0;
     if (shared_bytes(r) + bulk_stages * sizeof(uint64_t) > g.device.sharedMemPerBlockOptin)
         return 0;
-    cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernels[r->method][r->to][r->depth], r->threads,
-                                                       shared_bytes(r)),
-         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    CU(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernels[r->method][r->to][r->depth], r->threads,
+                                                       shared_bytes(r)));
     return blocks >= r->blocks;
 }
 
@@ -94,7 +85,7 @@ static void launch(const run *r, uint64_t set, int region)
     const uint64_t offset = set == g.region ? (uint64_t)region * g.region : 0;
     job j = {};
     if (r->method == copy) {
-        cuda(cudaMemcpyAsync(g.dst + offset, g.src + offset, g.region, cudaMemcpyDeviceToDevice, g.stream), "copy");
+        CU(cudaMemcpyAsync(g.dst + offset, g.src + offset, g.region, cudaMemcpyDeviceToDevice, g.stream));
         return;
     }
     j.src = (const uint4 *)(g.src + offset);
@@ -104,7 +95,7 @@ static void launch(const run *r, uint64_t set, int region)
     j.stage = (uint32_t)((r->threads << r->depth) / bulk_stages);
     j.sums = g.sums;
     kernels[r->method][r->to][r->depth]<<<r->blocks * r->sms, r->threads, shared_bytes(r), g.stream>>>(j);
-    cuda(cudaGetLastError(), method_names[r->method]);
+    CU(cudaGetLastError());
 }
 
 /* Checks the sums of what was read, or one region of what was copied. Ends the program if they are wrong. */
@@ -115,11 +106,10 @@ static void verify(const run *r, uint64_t set, int rounds_measured)
              sum = 0;
     unsigned long long wrong;
     find_wrong<<<1024, 256, 0, g.stream>>>((const uint32_t *)g.dst, first, r->to == to_hbm ? set / 4 : 0, g.wrong);
-    cuda(cudaGetLastError(), "find_wrong");
-    cuda(cudaMemcpyAsync(&wrong, g.wrong, sizeof wrong, cudaMemcpyDeviceToHost, g.stream), "cudaMemcpyAsync");
-    cuda(cudaMemcpyAsync(g.found, g.sums, g.sums_count * sizeof *g.sums, cudaMemcpyDeviceToHost, g.stream),
-         "cudaMemcpyAsync");
-    cuda(cudaStreamSynchronize(g.stream), method_names[r->method]);
+    CU(cudaGetLastError());
+    CU(cudaMemcpyAsync(&wrong, g.wrong, sizeof wrong, cudaMemcpyDeviceToHost, g.stream));
+    CU(cudaMemcpyAsync(g.found, g.sums, g.sums_count * sizeof *g.sums, cudaMemcpyDeviceToHost, g.stream));
+    CU(cudaStreamSynchronize(g.stream));
     for (size_t i = 0; i < g.sums_count; i++)
         sum += g.found[i];
     expected *= r->to == to_shared ? (uint32_t)rounds_measured : 0;
@@ -144,18 +134,18 @@ static double measure(const run *r, uint64_t set)
     const uint64_t poisoned = set == g.region ? (regions - 1) * g.region : 0;
     float ms[rounds], all_ms = 0;
     int n = 0;
-    cuda(cudaMemsetAsync(g.sums, 0, g.sums_count * sizeof *g.sums, g.stream), "cudaMemsetAsync");
-    cuda(cudaMemsetAsync(g.wrong, 0xff, sizeof *g.wrong, g.stream), "cudaMemsetAsync");
+    CU(cudaMemsetAsync(g.sums, 0, g.sums_count * sizeof *g.sums, g.stream));
+    CU(cudaMemsetAsync(g.wrong, 0xff, sizeof *g.wrong, g.stream));
     if (r->to == to_hbm)
-        cuda(cudaMemsetAsync(g.dst + poisoned, 0xee, set, g.stream), "cudaMemsetAsync");
+        CU(cudaMemsetAsync(g.dst + poisoned, 0xee, set, g.stream));
     while (n < rounds && all_ms < 10) { /* slow runs take fewer rounds */
         launch(r, set, regions - 1);
-        cuda(cudaEventRecord(g.begin, g.stream), "cudaEventRecord");
+        CU(cudaEventRecord(g.begin, g.stream));
         for (int region = 0; region < regions - 1; region++)
             launch(r, set, region);
-        cuda(cudaEventRecord(g.end, g.stream), "cudaEventRecord");
-        cuda(cudaEventSynchronize(g.end), method_names[r->method]);
-        cuda(cudaEventElapsedTime(&ms[n], g.begin, g.end), "cudaEventElapsedTime");
+        CU(cudaEventRecord(g.end, g.stream));
+        CU(cudaEventSynchronize(g.end));
+        CU(cudaEventElapsedTime(&ms[n], g.begin, g.end));
         all_ms += ms[n++];
     }
     verify(r, set, n);
@@ -346,9 +336,9 @@ static void open_gpu(void)
         printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
         exit(1);
     }
-    cuda(cudaGetDeviceProperties(&g.device, 0), "cudaGetDeviceProperties");
-    cuda(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, 0), "cudaDeviceGetAttribute");
-    cuda(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, 0), "cudaDeviceGetAttribute");
+    CU(cudaGetDeviceProperties(&g.device, 0));
+    CU(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, 0));
+    CU(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, 0));
     printf("%s, %d SMs, compute capability %d.%d, %.4g MiB of L2\n", g.device.name, g.device.multiProcessorCount,
            g.device.major, g.device.minor, g.device.l2CacheSize / 1048576.0);
     g.peak = 1e-6 * khz * 2 * bits / 8;
@@ -356,9 +346,9 @@ static void open_gpu(void)
         printf("datasheet: %.0f MHz x 2 (double data rate) x %d bits = %.0f GB/s\n", 1e-3 * khz, bits, g.peak);
     else
         printf("datasheet: the driver does not report the memory's clock or bus width, so there is no comparison\n");
-    cuda(cudaStreamCreateWithFlags(&g.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    cuda(cudaEventCreate(&g.begin), "cudaEventCreate");
-    cuda(cudaEventCreate(&g.end), "cudaEventCreate");
+    CU(cudaStreamCreateWithFlags(&g.stream, cudaStreamNonBlocking));
+    CU(cudaEventCreate(&g.begin));
+    CU(cudaEventCreate(&g.end));
 }
 
 /* A method needs a GPU that has it, and a program compiled for such a GPU. */
@@ -369,16 +359,14 @@ static void open_methods(void)
         const int m = k / destinations / depths, capability = 10 * g.device.major + g.device.minor;
         const void *const code = (const void *)kernels[m][k / depths % destinations][k % depths];
         cudaFuncAttributes a;
-        cuda(cudaFuncGetAttributes(&a, code), "cudaFuncGetAttributes");
+        CU(cudaFuncGetAttributes(&a, code));
         g.has[m] = capability >= needed[m] && a.ptxVersion >= needed[m];
         if (!g.has[m] && k % (destinations * depths) == 0)
             printf("skipped: %s, which needs compute capability %.1f (the GPU has %.1f, the program is for %.1f)\n",
                    method_names[m], needed[m] / 10.0, capability / 10.0, a.ptxVersion / 10.0);
-        cuda(cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  (int)(g.device.sharedMemPerBlockOptin - a.sharedSizeBytes)),
-             "cudaFuncSetAttribute");
-        cuda(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-             "cudaFuncSetAttribute");
+        CU(cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  (int)(g.device.sharedMemPerBlockOptin - a.sharedSizeBytes)));
+        CU(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     }
 }
 
@@ -392,7 +380,7 @@ static void open_memory(void)
     g.l2 = g.device.l2CacheSize > 0 ? (uint64_t)g.device.l2CacheSize : 1 << 20;
     for (g.region = 128 << 20; g.region < 8 * g.l2;)
         g.region *= 2;
-    cuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    CU(cudaMemGetInfo(&free_bytes, &total_bytes));
     while (2 * regions * g.region > free_bytes / 2 && g.region > tile_max)
         g.region /= 2;
     for (g.warm_set = tile_max; 2 * g.warm_set <= g.l2 / 4 && 2 * g.warm_set < g.region;)
@@ -403,15 +391,15 @@ static void open_memory(void)
     }
     printf("cold: %d regions of %llu MiB in turn; warm: %.4g MiB, repeatedly\n", regions,
            (unsigned long long)g.region >> 20, (double)g.warm_set / 1048576);
-    cuda(cudaMalloc(&g.src, regions * g.region), "cudaMalloc");
-    cuda(cudaMalloc(&g.dst, regions * g.region), "cudaMalloc");
+    CU(cudaMalloc(&g.src, regions * g.region));
+    CU(cudaMalloc(&g.dst, regions * g.region));
     g.sums_count = (size_t)g.device.multiProcessorCount * (size_t)g.device.maxThreadsPerMultiProcessor / 32;
-    cuda(cudaMalloc(&g.sums, g.sums_count * sizeof *g.sums), "cudaMalloc");
-    cuda(cudaMallocHost(&g.found, g.sums_count * sizeof *g.found), "cudaMallocHost");
-    cuda(cudaMalloc(&g.wrong, sizeof *g.wrong), "cudaMalloc");
+    CU(cudaMalloc(&g.sums, g.sums_count * sizeof *g.sums));
+    CU(cudaMallocHost(&g.found, g.sums_count * sizeof *g.found));
+    CU(cudaMalloc(&g.wrong, sizeof *g.wrong));
     fill<<<1024, 256, 0, g.stream>>>((uint32_t *)g.src, regions * g.region / 4);
-    cuda(cudaGetLastError(), "fill");
-    cuda(cudaStreamSynchronize(g.stream), "fill");
+    CU(cudaGetLastError());
+    CU(cudaStreamSynchronize(g.stream));
 }
 
 /* ---- the disk ---------------------------------------------------------------------------------------------------- */
@@ -441,7 +429,7 @@ static int print_disk(void)
         printf("  skipped: %s\n", disk.file.error);
         return 0;
     }
-    cuda(cudaMallocHost(&disk.block, disk.block_bytes), "cudaMallocHost");
+    CU(cudaMallocHost(&disk.block, disk.block_bytes));
     const bool direct = disk.file.direct, ok = bandwidth_disk_measure(&disk);
     if (ok)
         printf("  write %6.2f   expected of an SSD: about 0.5\n"

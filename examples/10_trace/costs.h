@@ -5,7 +5,7 @@
 #define COSTS_H
 
 #include <algorithm>
-#include <cuda_runtime.h>
+#include "../gpu.cuh"
 #include <nvtx3/nvToolsExt.h>
 #include <time.h>
 #include <unistd.h>
@@ -28,23 +28,15 @@ static int64_t cost_clock(clockid_t clock)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-static void cost_check(cudaError_t error)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("timing a call: %s\n", cudaGetErrorString(error));
-    exit(1);
-}
-
 /* Call this before each piece of work that one would time, and cost_end after it. */
 static void cost_begin(const char *what)
 {
     if (cost_now.method == COST_RANGES)
         nvtxRangePushA(what);
     else if (cost_now.method == COST_EVENTS)
-        cost_check(cudaEventRecord(cost_now.events[cost_now.next_event++ % cost_events], 0));
+        CU(cudaEventRecord(cost_now.events[cost_now.next_event++ % cost_events], 0));
     else if (cost_now.method == COST_SYNCHRONISE)
-        cost_check(cudaDeviceSynchronize());
+        CU(cudaDeviceSynchronize());
     if (cost_now.method == COST_CLOCK || cost_now.method == COST_SYNCHRONISE)
         cost_now.began = cost_clock(CLOCK_MONOTONIC);
 }
@@ -54,9 +46,9 @@ static void cost_end(void)
     if (cost_now.method == COST_RANGES)
         nvtxRangePop();
     else if (cost_now.method == COST_EVENTS)
-        cost_check(cudaEventRecord(cost_now.events[cost_now.next_event++ % cost_events], 0));
+        CU(cudaEventRecord(cost_now.events[cost_now.next_event++ % cost_events], 0));
     else if (cost_now.method == COST_SYNCHRONISE)
-        cost_check(cudaDeviceSynchronize());
+        CU(cudaDeviceSynchronize());
     if (cost_now.method == COST_CLOCK || cost_now.method == COST_SYNCHRONISE)
         cost_now.timed += cost_clock(CLOCK_MONOTONIC) - cost_now.began;
 }
@@ -70,12 +62,12 @@ static cost cost_of(cost_method method, void (*loop)(void))
 {
     cost c;
     cost_now.method = method;
-    cost_check(cudaDeviceSynchronize());
+    CU(cudaDeviceSynchronize());
     const int64_t wall = cost_clock(CLOCK_MONOTONIC), cpu = cost_clock(CLOCK_THREAD_CPUTIME_ID);
     loop();
     c.launching = cost_clock(CLOCK_MONOTONIC) - wall;
     c.thread_cpu = cost_clock(CLOCK_THREAD_CPUTIME_ID) - cpu;
-    cost_check(cudaDeviceSynchronize());
+    CU(cudaDeviceSynchronize());
     c.until_done = cost_clock(CLOCK_MONOTONIC) - wall;
     cost_now.method = COST_NOTHING;
     return c;
@@ -121,7 +113,7 @@ static void cost_table(void (*loop)(void), int calls, void (*traced)(int), const
     const int count = (int)(sizeof rows / sizeof(cost_row));
     static cost rounds[sizeof rows / sizeof(cost_row)][cost_rounds];
     for (cudaEvent_t &event : cost_now.events)
-        cost_check(cudaEventCreate(&event));
+        CU(cudaEventCreate(&event));
     for (int round = 0; round < cost_rounds; round++) {
         if (isatty(2))
             fprintf(stderr, "\rmeasuring what recording costs, round %d of %d\033[K\r", round + 1, (int)cost_rounds);
@@ -143,6 +135,6 @@ static void cost_table(void (*loop)(void), int calls, void (*traced)(int), const
         cost_print(rows[r].title, &median, &untraced, calls);
     }
     for (cudaEvent_t event : cost_now.events)
-        cost_check(cudaEventDestroy(event));
+        CU(cudaEventDestroy(event));
 }
 #endif

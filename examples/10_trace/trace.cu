@@ -15,10 +15,9 @@
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
+#include "../gpu.cuh"
 #include "cupti_trace.h"
 #include "costs.h"
-#include <cuda_runtime.h>
-#include <string.h>
 
 /* Each layer has rows of 2 KB for K and V. A run has a prompt, a few tokens that load the kernels, and the tokens that
    are recorded. */
@@ -26,22 +25,6 @@ enum { layers = 24, batch = 4, row_bytes = 2048, row_words = row_bytes / 4, voca
 enum { prompt = 512, unrecorded = 2, steps = 64, most = prompt + unrecorded + steps, slots = most * batch };
 enum { attention_words = 128, attention_splits = 16 };
 static const char *const kvprim_kernels = "kvpc_"; /* begins the names of kernels of kvprim_cuda.cuh */
-
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
-static void kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
-}
 
 /* ---- the model ----
 
@@ -111,7 +94,7 @@ static struct {
 
 static void copy(void *to, const void *from, size_t bytes, cudaMemcpyKind direction)
 {
-    cuda(cudaMemcpyAsync(to, from, bytes, direction, s.stream), "cudaMemcpyAsync");
+    CU(cudaMemcpyAsync(to, from, bytes, direction, s.stream));
 }
 
 /* A dynamic cache allocates memory for more tokens, and copies the old rows and the new ones into it. */
@@ -119,10 +102,10 @@ static void concatenate(uint32_t **rows, int old_tokens, const uint32_t *new_row
 {
     const size_t old_bytes = (size_t)old_tokens * batch * row_bytes, new_bytes = (size_t)new_tokens * batch * row_bytes;
     void *bigger;
-    cuda(cudaMallocAsync(&bigger, old_bytes + new_bytes, s.stream), "cudaMallocAsync");
+    CU(cudaMallocAsync(&bigger, old_bytes + new_bytes, s.stream));
     if (old_tokens) {
         copy(bigger, *rows, old_bytes, cudaMemcpyDeviceToDevice);
-        cuda(cudaFreeAsync(*rows, s.stream), "cudaFreeAsync");
+        CU(cudaFreeAsync(*rows, s.stream));
     }
     copy((char *)bigger + old_bytes, new_rows, new_bytes, cudaMemcpyDeviceToDevice);
     *rows = (uint32_t *)bigger;
@@ -184,7 +167,7 @@ static void forward(kv_cache *c, int tokens)
         cost_end();
     }
     sample<<<1, batch, 0, s.stream>>>(s.token, s.hidden);
-    cuda(cudaGetLastError(), "launch");
+    CU(cudaGetLastError());
     copy(c->history + first * row_words, s.hidden, batch * row_bytes, cudaMemcpyDeviceToDevice);
     copy(c->sampled + first, s.token, batch * sizeof *s.token, cudaMemcpyDeviceToHost);
     c->tokens += tokens;
@@ -193,12 +176,12 @@ static void forward(kv_cache *c, int tokens)
 /* Runs the prompt and the first steps, which load the kernels. */
 static void begin(kv_cache *c)
 {
-    cuda(cudaMemsetAsync(s.token, 0, batch * sizeof *s.token, s.stream), "cudaMemsetAsync");
+    CU(cudaMemsetAsync(s.token, 0, batch * sizeof *s.token, s.stream));
     c->tokens = 0;
     forward(c, prompt);
     for (int i = 0; i < unrecorded; i++)
         forward(c, 1);
-    cuda(cudaDeviceSynchronize(), "before recording");
+    CU(cudaDeviceSynchronize());
 }
 
 /* Runs prompt and steps, and records the last `steps` steps as the next phase of the trace. Returns the number of
@@ -213,7 +196,7 @@ static size_t decode(kv_cache *c)
         forward(c, 1);
         nvtxRangePop();
     }
-    cuda(cudaDeviceSynchronize(), "decode");
+    CU(cudaDeviceSynchronize());
     nvtxRangePop();
     return cupti_trace_stop();
 }
@@ -253,8 +236,8 @@ static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
     int wrong = memcmp(concatenating->sampled, storing->sampled, slots * sizeof *storing->sampled) != 0;
     for (int l = 0; l < layers; l++) {
         for (int c = 0; c < 2; c++) {
-            cuda(cudaMemcpy(k[c], both[c]->k[l], sizeof k[c], cudaMemcpyDeviceToHost), "reading back");
-            cuda(cudaMemcpy(v[c], both[c]->v[l], sizeof v[c], cudaMemcpyDeviceToHost), "reading back");
+            CU(cudaMemcpy(k[c], both[c]->k[l], sizeof k[c], cudaMemcpyDeviceToHost));
+            CU(cudaMemcpy(v[c], both[c]->v[l], sizeof v[c], cudaMemcpyDeviceToHost));
         }
         for (int row = 0; row < slots; row++) {
             const int at = storing->planned[row];
@@ -265,7 +248,7 @@ static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
         }
     }
     for (int c = 0; c < 2; c++)
-        cuda(cudaMemcpy(k[c], both[c]->history, sizeof k[c], cudaMemcpyDeviceToHost), "reading back");
+        CU(cudaMemcpy(k[c], both[c]->history, sizeof k[c], cudaMemcpyDeviceToHost));
     return wrong + (memcmp(k[0], k[1], sizeof k[0]) != 0);
 }
 
@@ -307,17 +290,17 @@ static int miscounts(const kv_cache *c, int phase)
 static kv_cache new_cache(const char *title, int stores)
 {
     kv_cache c = {title, stores, 0, NULL, NULL, {}, {}, NULL, NULL};
-    cuda(cudaMallocHost(&c.planned, slots * sizeof *c.planned), "cudaMallocHost");
-    cuda(cudaMallocHost(&c.sampled, slots * sizeof *c.sampled), "cudaMallocHost");
-    cuda(cudaMalloc(&c.slot, slots * sizeof *c.slot), "cudaMalloc");
-    cuda(cudaMalloc(&c.history, slots * row_bytes), "cudaMalloc");
-    cuda(cudaMemset(c.history, 0, slots * row_bytes), "cudaMemset");
+    CU(cudaMallocHost(&c.planned, slots * sizeof *c.planned));
+    CU(cudaMallocHost(&c.sampled, slots * sizeof *c.sampled));
+    CU(cudaMalloc(&c.slot, slots * sizeof *c.slot));
+    CU(cudaMalloc(&c.history, slots * row_bytes));
+    CU(cudaMemset(c.history, 0, slots * row_bytes));
     memset(c.sampled, 0, slots * sizeof *c.sampled);
     for (int row = 0; row < slots; row++) /* scattered slots, or consecutive ones */
         c.planned[row] = stores ? row * 1607 % slots : row;
     for (int l = 0; l < layers && stores; l++) {
-        cuda(cudaMalloc(&c.k[l], (size_t)slots * row_bytes), "cudaMalloc");
-        cuda(cudaMalloc(&c.v[l], (size_t)slots * row_bytes), "cudaMalloc");
+        CU(cudaMalloc(&c.k[l], (size_t)slots * row_bytes));
+        CU(cudaMalloc(&c.v[l], (size_t)slots * row_bytes));
     }
     return c;
 }
@@ -329,23 +312,21 @@ static void set_up(void)
     int device, pools;
     cudaMemPool_t pool;
     uint64_t keep = UINT64_MAX;
-    cuda(cudaGetDevice(&device), "cudaGetDevice");
-    cuda(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device), "cudaDeviceGetAttribute");
+    CU(cudaGetDevice(&device));
+    CU(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device));
     if (!pools) {
         printf("this program needs cudaMallocAsync, which this device or driver lacks\n");
         exit(1);
     }
-    cuda(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
-    cuda(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
+    CU(cudaDeviceGetDefaultMemPool(&pool, device));
+    CU(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
     for (uint32_t i = 0; i < vocabulary * row_words; i++)
         embedding[i] = mixed(i);
-    cuda(cudaMalloc(&s.embedding, sizeof embedding), "cudaMalloc");
-    cuda(cudaMemcpy(s.embedding, embedding, sizeof embedding, cudaMemcpyHostToDevice), "cudaMemcpy");
-    cuda(cudaMalloc(&s.hidden, batch * row_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&s.k_new, (size_t)prompt * batch * row_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&s.v_new, (size_t)prompt * batch * row_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&s.token, batch * sizeof *s.token), "cudaMalloc");
-    cuda(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    s.embedding = on_device(vocabulary * row_words, embedding);
+    s.hidden = on_device<uint32_t>(batch * row_words), s.token = on_device<int32_t>(batch);
+    s.k_new = on_device<uint32_t>(prompt * batch * row_words);
+    s.v_new = on_device<uint32_t>(prompt * batch * row_words);
+    CU(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking));
 }
 
 static void print_row(const char *what, int digits, double concatenating, double storing)
@@ -395,7 +376,7 @@ static int record_caches(const char *out)
     set_up();
     caches[0] = new_cache("concatenating cache", 0);
     caches[1] = new_cache("storing cache", 1);
-    cuda(cudaDeviceSynchronize(), "filling device memory"); /* s.stream does not wait for it */
+    CU(cudaDeviceSynchronize()); /* s.stream does not wait for it */
     begin(&caches[1]);
     (void)cost_of(COST_NOTHING, storing_steps);
     const cost first = cost_of(COST_NOTHING, storing_steps);
@@ -420,7 +401,6 @@ static int record_caches(const char *out)
 
 int main(int argc, char **argv)
 {
-    int devices = 0;
     const bool records = argc == 1 || (argc == 3 && strcmp(argv[1], "--out") == 0);
     if (!records) {
         fprintf(stderr,
@@ -428,10 +408,6 @@ int main(int argc, char **argv)
                 "what recording costs, and writes the trace.\n");
         return 2;
     }
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        return 1;
-    }
+    need_gpu();
     return record_caches(argc == 3 ? argv[2] : NULL);
 }
