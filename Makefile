@@ -112,7 +112,7 @@ help:
 	@echo '               nccl-test, nccl-bench and nccl-limits take WORLDS="3 5 8": only with so many ranks'
 	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output to build/results/'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
-	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
+	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output to build/results/'
 	@echo 'make sanitize  run each kernel under compute-sanitizer: synccheck, racecheck, memcheck, initcheck'
 	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them;'
 	@echo '               make nvdisasm KERNEL=...: list them with source lines and registers in use)'
@@ -254,12 +254,9 @@ transfer-bench: build/bench_transfer
 nccl-test nccl-bench nccl-limits nccl-sanitize handover:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
 
-# Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
+# Measures the memory's bandwidth. Takes seconds and does not depend on the headers.
 bandwidth: build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth || failed=1)
-	@command -v python3 >/dev/null || { echo 'make bandwidth: no python3 to draw the plot'; exit 1; }
-	python3 examples/09_bandwidth/plot.py $(RESULTS)/gpu_bandwidth.txt >$(RESULTS)/plot.tmp
-	@mv $(RESULTS)/plot.tmp $(RESULTS)/gpu_bandwidth.svg
 
 # Both need a python3 that has torch. Without a GPU they run on the CPU.
 torch: lib
@@ -320,7 +317,7 @@ nsys:
 # ---- programs and libraries ----
 
 build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) \
-    examples/02_kv_replay/kv_disk.h build/flags
+    examples/02_kv_replay/kv_disk.h examples/gpu.cuh build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 build/14_handover: examples/14_handover/handover.cu $(wildcard examples/14_handover/*) $(HEADERS) build/flags

@@ -3,16 +3,15 @@
    uses 16-byte loads, cp.async (sm_80 and newer) and cp.async.bulk (sm_90 and newer), with many numbers and sizes of
    blocks and bytes in flight, from HBM (cold) and from L2 (warm). Then it measures the way to the lowest tier of a KV
    cache: pinned host memory to a temporary file and back. The program sums everything it reads and compares everything
-   it copies. The kernels are in bandwidth_kernels.cuh, the disk is in bandwidth_disk.h; plot.py draws the table.
+   it copies. The kernels are in bandwidth_kernels.cuh, the disk is in bandwidth_disk.h.
 
        nvcc -arch=native -O3 examples/09_bandwidth/bandwidth.cu -o 09_bandwidth && ./09_bandwidth
 
    --disk FOLDER says where the file is to be ($TMPDIR or /tmp), and --disk-mib N how large (1024; 0: no file). The file
    has no name after it is opened, so it is gone however the program ends. */
+#include "../gpu.cuh"
 #include "bandwidth_disk.h"
 #include "bandwidth_kernels.cuh"
-#include <stdlib.h>
-#include <string.h>
 
 /* The sweep has blocks of 64 to 1024 threads, 1 to 16 blocks per SM, and 16 to 256 bytes in flight per thread. The
    product of the three is the number of bytes in flight per SM. */
@@ -75,7 +74,7 @@ static int fits(const run *r)
     if (shared_bytes(r) + bulk_stages * sizeof(uint64_t) > g.device.sharedMemPerBlockOptin)
         return 0;
     CU(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernels[r->method][r->to][r->depth], r->threads,
-                                                       shared_bytes(r)));
+                                                     shared_bytes(r)));
     return blocks >= r->blocks;
 }
 
@@ -168,22 +167,22 @@ static void sweep(void)
     }
 }
 
-/* Returns the fastest run (for sign -1, the slowest) of this method, threads per block, blocks per SM and bytes in
-   flight per SM. A method of -1 and numbers of 0 mean any. Returns NULL if there is no such run. */
-static const run *extreme(int sign, int to, int temperature, int method, int threads, int blocks, uint64_t bytes)
+/* Returns the fastest run (for sign -1, the slowest) of this method, blocks per SM and bytes in flight per SM. A method
+   of -1 and numbers of 0 mean any. Returns NULL if there is no such run. */
+static const run *extreme(int sign, int to, int temperature, int method, int blocks, uint64_t bytes)
 {
     const run *found = NULL;
     for (const run *r = runs; r < runs + runs_count; r++)
         if (r->to == to && r->temperature == temperature && (method < 0 || r->method == method) &&
-            (threads == 0 || r->threads == threads) && (blocks == 0 || r->blocks == blocks) &&
-            (bytes == 0 || in_flight(r) == bytes) && (!found || sign * r->gbs > sign * found->gbs))
+            (blocks == 0 || r->blocks == blocks) && (bytes == 0 || in_flight(r) == bytes) &&
+            (!found || sign * r->gbs > sign * found->gbs))
             found = r;
     return found;
 }
 
 static const run *best(int to, int temperature, int method, uint64_t bytes)
 {
-    return extreme(1, to, temperature, method, 0, 0, bytes);
+    return extreme(1, to, temperature, method, 0, bytes);
 }
 
 /* Returns the number of bytes in flight per SM that reaches `gbs` cold, interpolated linearly between measured points;
@@ -247,27 +246,10 @@ static void print_cache(void)
     printf("\n");
 }
 
-static void print_blocks_of(int method)
-{
-    enum { depth = 2 };
-    printf("  %-14s", method_names[method]);
-    for (int blocks = 1; blocks < 1 << numbers; blocks *= 2)
-        printf("%5d per SM", blocks);
-    for (int threads = threads_min; threads < threads_min << sizes; threads *= 2) {
-        printf("\n%8d threads", threads);
-        for (int blocks = 1; blocks < 1 << numbers; blocks *= 2) {
-            const uint64_t bytes = (uint64_t)blocks * (uint64_t)threads * (16u << depth);
-            const run *const r = extreme(1, to_shared, cold, method, threads, blocks, bytes);
-            r ? printf("%12.0f", r->gbs) : printf("%12s", "-");
-        }
-    }
-    printf("\n");
-}
-
 static void print_same_bytes(int method, uint64_t bytes)
 {
     const run *const fast = best(to_shared, cold, method, bytes);
-    const run *const slow = extreme(-1, to_shared, cold, method, 0, 0, bytes);
+    const run *const slow = extreme(-1, to_shared, cold, method, 0, bytes);
     if (fast)
         printf("    %-13s  %s  %6.0f GB/s at best, %s  %6.0f at worst: %.2f\n", method_names[method], described(fast),
                fast->gbs, described(slow), slow->gbs, slow->gbs / fast->gbs);
@@ -275,7 +257,7 @@ static void print_same_bytes(int method, uint64_t bytes)
 
 static void print_few_blocks(int method)
 {
-    const run *const alone = extreme(1, to_shared, cold, method, 0, 1, 0);
+    const run *const alone = extreme(1, to_shared, cold, method, 1, 0);
     const int sms = g.device.multiProcessorCount;
     if (!alone)
         return;
@@ -294,13 +276,10 @@ static void print_blocks(void)
     uint64_t bytes = bytes_min;
     while ((double)bytes < enough)
         bytes *= 2;
-    printf("\nHow do the number and the size of blocks matter?\n"
-           "  HBM to shared memory, cold, 64 bytes in flight per thread, GB/s:\n");
-    for (int m = 0; m < methods; m++)
-        if (g.has[m])
-            print_blocks_of(m);
-    printf("  The same %llu KB in flight per SM, with different numbers, sizes and depths:\n",
-           (unsigned long long)bytes >> 10);
+    printf(
+        "\nHow do the number and the size of blocks matter?\n"
+        "  HBM to shared memory, cold, the same %llu KB in flight per SM, with different numbers, sizes and depths:\n",
+        (unsigned long long)bytes >> 10);
     for (int m = 0; m < methods; m++)
         print_same_bytes(m, bytes);
     printf("  If the ratio is near 1, only the product counts: bytes in flight per SM.\n"
@@ -330,12 +309,7 @@ static void print_in_flight(void)
 /* Prints the GPU, and its peak by the datasheet: memory clock x 2 (double data rate) x bus width. */
 static void open_gpu(void)
 {
-    int devices = 0, khz, bits;
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        exit(1);
-    }
+    int khz, bits;
     CU(cudaGetDeviceProperties(&g.device, 0));
     CU(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, 0));
     CU(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, 0));
@@ -346,9 +320,7 @@ static void open_gpu(void)
         printf("datasheet: %.0f MHz x 2 (double data rate) x %d bits = %.0f GB/s\n", 1e-3 * khz, bits, g.peak);
     else
         printf("datasheet: the driver does not report the memory's clock or bus width, so there is no comparison\n");
-    CU(cudaStreamCreateWithFlags(&g.stream, cudaStreamNonBlocking));
-    CU(cudaEventCreate(&g.begin));
-    CU(cudaEventCreate(&g.end));
+    g.stream = new_stream(), g.begin = new_event(), g.end = new_event();
 }
 
 /* A method needs a GPU that has it, and a program compiled for such a GPU. */
@@ -365,7 +337,7 @@ static void open_methods(void)
             printf("skipped: %s, which needs compute capability %.1f (the GPU has %.1f, the program is for %.1f)\n",
                    method_names[m], needed[m] / 10.0, capability / 10.0, a.ptxVersion / 10.0);
         CU(cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  (int)(g.device.sharedMemPerBlockOptin - a.sharedSizeBytes)));
+                                (int)(g.device.sharedMemPerBlockOptin - a.sharedSizeBytes)));
         CU(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     }
 }
@@ -406,92 +378,58 @@ static void open_memory(void)
 
 enum { disk_block_mib = 16, disk_mib_max = 1 << 24 };
 
-static bandwidth_disk disk;
-
-/* A folder that the user has named must do. The usual one need not: then the table says why. */
-static int open_disk(const char *folder, uint64_t mib)
+/* Returns the exit code. A folder that the user has named must do; of the usual one the table says why it does not. */
+static int print_disk(const char *folder, uint64_t mib)
 {
-    disk.block_bytes = (size_t)disk_block_mib << 20;
-    disk.bytes = mib << 20;
-    if (mib == 0 || kv_disk_open(&disk.file, NULL, folder, disk.bytes))
-        return 0;
-    if (folder)
-        fprintf(stderr, "09_bandwidth: %s\n", disk.file.error);
-    return folder ? 2 : 0;
-}
-
-static int print_disk(void)
-{
-    if (disk.bytes == 0)
-        return 0;
+    bandwidth_disk d = {};
+    d.block_bytes = (size_t)disk_block_mib << 20, d.bytes = mib << 20;
     printf("\nPinned host memory and disk, GB/s\n");
-    if (!disk.file.path[0]) {
-        printf("  skipped: %s\n", disk.file.error);
-        return 0;
+    if (mib == 0 || !kv_disk_open(&d.file, NULL, folder, d.bytes)) {
+        printf("  skipped: %s\n", mib == 0 ? "--disk-mib 0" : d.file.error);
+        return mib && folder ? 2 : 0;
     }
-    CU(cudaMallocHost(&disk.block, disk.block_bytes));
-    const bool direct = disk.file.direct, ok = bandwidth_disk_measure(&disk);
+    CU(cudaMallocHost(&d.block, d.block_bytes));
+    const bool direct = d.file.direct, ok = bandwidth_disk_measure(&d);
     if (ok)
         printf("  write %6.2f   expected of an SSD: about 0.5\n"
                "  read  %6.2f   expected of an SSD: 2 to 5\n"
                "  %llu MiB in %s, %d MiB a call, one call at a time, %s; all bytes compared\n",
-               disk.write_gbs, disk.read_gbs, (unsigned long long)disk.bytes >> 20, disk.file.path, disk_block_mib,
-               disk.file.direct ? "past the page cache (O_DIRECT)"
-               : direct         ? "through the page cache: the file system refused O_DIRECT"
-                                : "through the page cache: the file system has no O_DIRECT");
+               d.write_gbs, d.read_gbs, (unsigned long long)mib, d.file.path, disk_block_mib,
+               d.file.direct ? "past the page cache (O_DIRECT)"
+               : direct      ? "through the page cache: the file system refused O_DIRECT"
+                             : "through the page cache: the file system has no O_DIRECT");
     else
-        printf("  FAILED: %s\n", disk.file.error);
-    kv_disk_close(&disk.file);
-    (void)cudaFreeHost(disk.block);
+        printf("  FAILED: %s\n", d.file.error);
+    kv_disk_close(&d.file);
     return !ok;
 }
 
 /* ---- arguments --------------------------------------------------------------------------------------------------- */
 
-static int usage(const char *what, const char *argument)
-{
-    if (what)
-        fprintf(stderr, "09_bandwidth: %s %s\n", what, argument);
-    fprintf(
-        what ? stderr : stdout,
-        "usage: 09_bandwidth [--disk FOLDER] [--disk-mib N]\n\n"
-        "Measures how fast a GPU's memory moves. Takes seconds. Writes a temporary file of N MiB (1024; 0: none) to\n"
-        "FOLDER ($TMPDIR or /tmp), a multiple of %d, and reads it back.\n",
-        disk_block_mib);
-    return what ? 2 : 0;
-}
-
-/* Returns the exit code if the program is not to run, else -1. */
-static int parse_arguments(int argc, char **argv, const char **folder, uint64_t *mib)
-{
-    for (int i = 1; i < argc; i += 2) {
-        const bool is_mib = strcmp(argv[i], "--disk-mib") == 0;
-        char *end;
-        if (strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0)
-            return usage(NULL, NULL);
-        if (!is_mib && strcmp(argv[i], "--disk") != 0)
-            return usage("unknown argument", argv[i]);
-        if (i + 1 == argc)
-            return usage("nothing after", argv[i]);
-        if (!is_mib) {
-            *folder = argv[i + 1];
-            continue;
-        }
-        *mib = strtoull(argv[i + 1], &end, 10);
-        if (end == argv[i + 1] || *end || *mib > disk_mib_max || *mib % disk_block_mib)
-            return usage("--disk-mib takes a multiple of 16 from 0 to 16777216, not", argv[i + 1]);
-    }
-    return -1;
-}
+static const char usage[] =
+    "usage: 09_bandwidth [--disk FOLDER] [--disk-mib N]\n\n"
+    "Measures how fast a GPU's memory moves. Takes seconds. Writes a temporary file of N MiB (1024; 0: none) to\n"
+    "FOLDER ($TMPDIR or /tmp), a multiple of 16, and reads it back.\n";
 
 int main(int argc, char **argv)
 {
     const run copying = {copy, to_hbm, cold, 0, 0, 0, 0, 0};
     const char *folder = NULL;
     uint64_t disk_mib = 1024;
-    int code = parse_arguments(argc, argv, &folder, &disk_mib);
-    if (code >= 0 || (code = open_disk(folder, disk_mib)) != 0)
-        return code;
+    for (int i = 1; i < argc; i += 2) {
+        char *end = argv[i];
+        if (strcmp(argv[i], "--disk") == 0 && i + 1 < argc)
+            folder = argv[i + 1];
+        else if (strcmp(argv[i], "--disk-mib") == 0 && i + 1 < argc)
+            disk_mib = strtoull(argv[i + 1], &end, 10);
+        else
+            return fputs(usage, stderr), 2;
+        if (*end && end != argv[i])
+            return fputs(usage, stderr), 2;
+    }
+    if (disk_mib > disk_mib_max || disk_mib % disk_block_mib)
+        return fputs(usage, stderr), 2;
+    need_gpu();
     open_gpu();
     open_methods();
     open_memory();
@@ -504,5 +442,5 @@ int main(int argc, char **argv)
     print_cache();
     print_blocks();
     print_in_flight();
-    return print_disk();
+    return print_disk(folder, disk_mib);
 }
