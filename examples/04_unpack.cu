@@ -53,38 +53,26 @@ static void synchronise(void)
     CU(cudaStreamSynchronize(stream));
 }
 
-static void as_found(void)
+/* Allocates memory for each chunk's descriptors, and frees it when the chunk is unpacked, or when all are. */
+static void chunk_by_chunk(bool own_streams, bool wait)
 {
-    for (int c = 0; c < chunks; c++) {
-        cudaStream_t own;
-        void *place;
-        CU(cudaStreamCreate(&own));
-        CU(cudaMalloc(&place, in_chunk * sizeof *fragments));
-        launch_chunk(c, place, own);
-        CU(cudaStreamSynchronize(own));
-        CU(cudaFree(place));
-        CU(cudaStreamDestroy(own));
-    }
-}
-
-static void long_lived_stream(void)
-{
-    for (int c = 0; c < chunks; c++) {
-        void *place;
-        CU(cudaMalloc(&place, in_chunk * sizeof *fragments));
-        launch_chunk(c, place, stream);
-        synchronise();
-        CU(cudaFree(place));
-    }
-}
-
-static void one_synchronise(void)
-{
+    cudaStream_t on[chunks];
     void *place[chunks];
     for (int c = 0; c < chunks; c++) {
+        on[c] = stream;
+        if (own_streams)
+            CU(cudaStreamCreate(&on[c]));
         CU(cudaMalloc(&place[c], in_chunk * sizeof *fragments));
-        launch_chunk(c, place[c], stream);
+        launch_chunk(c, place[c], on[c]);
+        if (wait) {
+            CU(cudaStreamSynchronize(on[c]));
+            CU(cudaFree(place[c]));
+        }
+        if (own_streams)
+            CU(cudaStreamDestroy(on[c]));
     }
+    if (wait)
+        return;
     synchronise();
     for (int c = 0; c < chunks; c++)
         CU(cudaFree(place[c]));
@@ -286,9 +274,9 @@ int main(void)
 
     printf("%-62s   %16s   %16s\n%-9s  %-52s %8s %7s   %8s %7s\n", "", "the report", "here", "stage", "", "ms/chunk",
            "GB/s", "ms/chunk", "GB/s");
-    int wrong = run("as found", "per chunk: stream, allocation, synchronise", 424, as_found);
-    wrong += run("1", "one stream for all", 360, long_lived_stream);
-    wrong += run("2", "one synchronise at the end", 8, one_synchronise);
+    int wrong = run("as found", "per chunk: stream, allocation, synchronise", 424, [] { chunk_by_chunk(true, true); });
+    wrong += run("1", "one stream for all", 360, [] { chunk_by_chunk(false, true); });
+    wrong += run("2", "one synchronise at the end", 8, [] { chunk_by_chunk(false, false); });
     wrong += run("3", "memory allocated beforehand", 4, allocated_beforehand);
     wrong += run("3", "or from a stream-ordered pool: cudaFreeAsync", 4, allocated_from_pool);
     wrong += run("4", "all chunks in one launch: kvprim_cuda_unpack", 0.8, one_launch);

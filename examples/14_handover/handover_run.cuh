@@ -36,10 +36,9 @@ static void serve(session *s)
             memcpy(&a, s->link.payload, sizeof a);
             serve_request(s, &a);
         } else if (m.kind == say_verify) {
-            char text[wrong_text] = "";
-            const int64_t wrong = side_verify(&s->mine, a.request, a.tokens, text, sizeof text);
-            s->wrong += wrong != 0;
-            tell_bytes(s, say_verified, wrong, text, sizeof text);
+            const side_faults found = side_verify(&s->mine, a.request, a.tokens);
+            s->wrong += found.bytes || found.rejected;
+            tell_bytes(s, say_verified, &found, sizeof found);
         } else {
             not_due();
         }
@@ -57,12 +56,19 @@ typedef struct report {
 static void verify(session *s, const ask *a)
 {
     handover_message m;
+    side_faults found;
     tell(s, say_verify, 0, 0, 0);
-    expect(s, say_verified, &m, wrong_text);
-    if (m.a != 0)
-        printf("WRONG: request %lld of %lld tokens: %lld bytes; %.180s\n", (long long)a->request, (long long)a->tokens,
-               (long long)m.a, s->link.payload);
-    s->wrong += m.a != 0;
+    expect(s, say_verified, &m, sizeof found);
+    memcpy(&found, s->link.payload, sizeof found);
+    if (!found.bytes && !found.rejected)
+        return;
+    const handover_place p = handover_place_of(&s->to[found.rank], (uint64_t)found.first);
+    printf(
+        "WRONG: request %lld of %lld tokens: %lld slots refused, %lld bytes wrong, the first: rank %lld, layer %d, %s, "
+        "slot %lld, head %d, byte %d\n",
+        (long long)a->request, (long long)a->tokens, (long long)found.rejected, (long long)found.bytes,
+        (long long)found.rank, (int)p.layer, p.part ? "V" : "K", (long long)p.slot, (int)p.head, (int)p.byte);
+    s->wrong++;
 }
 
 static void begin_request(session *s, const ask *a)

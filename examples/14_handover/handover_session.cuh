@@ -30,10 +30,9 @@ enum {
     say_pushed,    /* the bytes are there */
     say_ack,       /* a, b: when the first and the last layer were ready, us after say_ready; c: chunks unpacked */
     say_verify,
-    say_verified, /* a: bytes that are wrong; payload: text of wrong_text bytes */
+    say_verified, /* payload: side_faults */
     say_bye
 };
-enum { wrong_text = 200 };
 
 enum { way_ring, way_straight, ways };
 
@@ -87,9 +86,9 @@ static void tell(session *s, uint32_t kind, int64_t a, int64_t b, int64_t c)
     handover_link_say(&s->link, kind, a, b, c, NULL, 0);
 }
 
-static void tell_bytes(session *s, uint32_t kind, int64_t a, const void *payload, size_t bytes)
+static void tell_bytes(session *s, uint32_t kind, const void *payload, size_t bytes)
 {
-    handover_link_say(&s->link, kind, a, 0, 0, payload, bytes);
+    handover_link_say(&s->link, kind, 0, 0, 0, payload, bytes);
 }
 
 static void expect(session *s, uint32_t kind, handover_message *m, size_t bytes)
@@ -192,7 +191,7 @@ static void share(session *s, char **memory)
     handover_message m;
     if (s->side == 1) {
         CU(cudaIpcGetMemHandle(&handle, *memory));
-        tell_bytes(s, say_offer, 0, &handle, sizeof handle);
+        tell_bytes(s, say_offer, &handle, sizeof handle);
         return;
     }
     expect(s, say_offer, &m, sizeof handle);
@@ -222,7 +221,7 @@ static void agree(session *s, setup *a)
     a->options = *s->o;
     for (int k = 0; k < s->o->lanes; k++)
         kvprim_or_exit(kvprim_comm_new_id(&a->ids[k]));
-    tell_bytes(s, say_setup, 0, a, sizeof *a);
+    tell_bytes(s, say_setup, a, sizeof *a);
 }
 
 static void open_session(session *s, int fd)

@@ -173,21 +173,16 @@ static void side_fill(handover_side *s, int64_t request, int64_t tokens)
     CU(cudaStreamSynchronize(s->stream));
 }
 
-/* Describes the first wrong byte of a cache. */
-static void side_describe(const handover_side *s, const handover_cache *c, uint64_t at, char *text, size_t size)
-{
-    unsigned char got = 0;
-    int64_t whose = -1;
-    CU(cudaMemcpy(&got, c->data + at, 1, cudaMemcpyDeviceToHost));
-    CU(cudaMemcpy(&whose, s->owner + handover_place_of(c, at).slot, sizeof whose, cudaMemcpyDeviceToHost));
-    handover_describe_byte(c, whose, (uint64_t)s->salt, at, got, text, size);
-}
+/* What side_verify found: how many bytes are wrong, the first of them and its rank; and of how many tokens slots were
+   refused. */
+typedef struct side_faults {
+    int64_t bytes, first, rank, rejected;
+} side_faults;
 
-/* Verifies every byte of every cache: the request's tokens in its slots, nobody's elsewhere. Returns how many bytes are
-   wrong, or of how many tokens slots were refused; `text` describes the first. */
-static int64_t side_verify(handover_side *s, int64_t request, int64_t tokens, char *text, size_t size)
+/* Verifies every byte of every cache: the request's tokens in its slots, nobody's elsewhere. */
+static side_faults side_verify(handover_side *s, int64_t request, int64_t tokens)
 {
-    int64_t wrong = 0;
+    side_faults all = {0, 0, 0, 0};
     uint32_t rejected = 0;
     side_own(s, request, tokens);
     for (int r = 0; r < s->shape.tp; r++) {
@@ -199,17 +194,16 @@ static int64_t side_verify(handover_side *s, int64_t request, int64_t tokens, ch
         CU(cudaGetLastError());
         CU(cudaMemcpyAsync(&found, s->faults, sizeof found, cudaMemcpyDeviceToHost, s->stream));
         CU(cudaStreamSynchronize(s->stream));
-        if (found.bytes && !wrong)
-            side_describe(s, &s->caches[r], found.first, text, size);
-        wrong += (int64_t)found.bytes;
+        if (found.bytes && !all.bytes)
+            all.first = (int64_t)found.first, all.rank = r;
+        all.bytes += (int64_t)found.bytes;
     }
     side_own(s, -1, tokens);
     CU(cudaMemcpyAsync(&rejected, s->rejected, sizeof rejected, cudaMemcpyDeviceToHost, s->stream));
     CU(cudaMemsetAsync(s->rejected, 0, sizeof rejected, s->stream));
     CU(cudaStreamSynchronize(s->stream));
-    if (rejected && !wrong)
-        (void)snprintf(text, size, "%u slots were refused", (unsigned)rejected);
-    return wrong + rejected;
+    all.rejected = rejected;
+    return all;
 }
 
 #endif

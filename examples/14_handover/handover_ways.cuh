@@ -283,7 +283,7 @@ static outcome transfer(session *s, const ask *a, int64_t cancel_at)
 {
     handover_message m;
     const int64_t pages = a->way == way_straight ? (a->tokens - 1) / s->to[0].page_rows + 1 : 0;
-    tell_bytes(s, say_request, 0, a, sizeof *a);
+    tell_bytes(s, say_request, a, sizeof *a);
     expect(s, say_ready, &m, (size_t)pages * sizeof *s->peer_pages);
     const int64_t begun_us = handover_now_us();
     if (a->way == way_ring) {
@@ -308,7 +308,7 @@ static void serve_transfer(session *s, const ask *a, int64_t pages)
         receive_by_ring(s, a);
         return;
     }
-    tell_bytes(s, say_ready, 0, s->mine.pages, a->way == way_straight ? (size_t)pages * sizeof *s->mine.pages : 0);
+    tell_bytes(s, say_ready, s->mine.pages, a->way == way_straight ? (size_t)pages * sizeof *s->mine.pages : 0);
     if (a->way == way_straight)
         expect(s, say_pushed, &m, 0);
     else
