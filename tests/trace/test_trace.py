@@ -4,8 +4,8 @@
 
     python3 tests/trace/test_trace.py [TRACE]
 
-Compares what answers.py prints with an independent count (oracle.py) from the samples or from TRACE, and with the answers
-of the SQL files in Perfetto's trace processor, if there is one: TRACE_PROCESSOR names trace_processor_shell, or a
+Compares what answers.py prints with an independent count (oracle.py) from the samples or from TRACE, and with the
+answers of the SQL files in Perfetto's trace processor, if there is one: TRACE_PROCESSOR names trace_processor_shell, or a
 folder with the Perfetto UI's engine (default: build/perfetto, see fetch_perfetto.py), which node runs. SQLite runs them
 always, over tables as Perfetto has them. Then tries bad input.
 """
@@ -50,8 +50,8 @@ def judge(name, faults):
 
 
 def run(*arguments, **options):
-    return subprocess.run([sys.executable, program, *map(str, arguments)], capture_output=True, text=True, timeout=600, check=False,
-                          **options)
+    return subprocess.run([sys.executable, program, *map(str, arguments)], capture_output=True, text=True, timeout=600,
+                          check=False, **options)
 
 
 def runs(*arguments):
@@ -342,8 +342,8 @@ def times_and_names():
             (call, 'cudaMalloc_v3020', 'cudaMalloc'), (call, 'cudaGraph_version', 'cudaGraph_version')):
         got = answers_py.shown(answers_py.Event(kind, full), False)
         judge(f'{full!a} is shown as {want!a}', [] if got == want else [got])
-    tracks = [answers_py.track(text) for text in ('Stream 13', 'default', 'other', 7)]
-    judge('streams by number or name', [] if tracks[0] == 13 and tracks[3] == 7 and tracks[1] != tracks[2] else [tracks])
+    got = [answers_py.track(text) for text in ('Stream 13', 'default', 'other', 7)]
+    judge('streams by number or name', [] if (got[0], got[3]) == (13, 7) and got[1] != got[2] else [got])
 
 
 def bad_arguments():
@@ -379,7 +379,8 @@ def outputs():
     device.symlink_to('/dev/full')
     refuses('a full device', 1, 'full: No space left', trace, '--out', device)
     full = os.open('/dev/full', os.O_WRONLY)
-    result = subprocess.run([sys.executable, program, trace], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    result = subprocess.run([sys.executable, program, trace], stdout=full, stderr=subprocess.PIPE, text=True,
+                            check=False)
     os.close(full)
     judge('full standard output', [] if result.returncode == 1 and 'standard output: No space' in result.stderr
           else [result])
