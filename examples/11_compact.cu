@@ -93,7 +93,7 @@ static struct {
     void *scan;
     size_t scan_bytes;
     cudaStream_t stream;
-    cudaEvent_t begin, partitioned, moved;
+    cudaEvent_t begin, partitioned, moved, copied;
 } s;
 
 static void allocate(const int32_t *slot, const int32_t *keep)
@@ -111,7 +111,7 @@ static void allocate(const int32_t *slot, const int32_t *keep)
     s.scan_bytes = bytes > s.scan_bytes ? bytes : s.scan_bytes;
     s.scan = on_device<char>(s.scan_bytes);
     s.stream = new_stream();
-    s.begin = new_event(), s.partitioned = new_event(), s.moved = new_event();
+    s.begin = new_event(), s.partitioned = new_event(), s.moved = new_event(), s.copied = new_event();
 }
 
 /* Reads s.slot and s.keep. Writes s.list, with the new slots of kept tokens, and the moves s.to and s.from, which have
@@ -157,45 +157,30 @@ static void fill_cache(void)
     CU(cudaGetLastError());
 }
 
-/* Fills the cache and compacts it. Returns the microseconds of both parts. */
-static void compact(float *partition_us, float *moves_us)
-{
-    fill_cache();
-    CU(cudaEventRecord(s.begin, s.stream));
-    enqueue_partition();
-    CU(cudaEventRecord(s.partitioned, s.stream));
-    enqueue_moves();
-    CU(cudaEventRecord(s.moved, s.stream));
-    CU(cudaStreamSynchronize(s.stream));
-    *partition_us = 1e3f * elapsed_ms(s.begin, s.partitioned);
-    *moves_us = 1e3f * elapsed_ms(s.partitioned, s.moved);
-}
-
-/* Returns the microseconds of a plain copy of at most most_bytes. */
-static float copy_us(size_t bytes)
-{
-    CU(cudaEventRecord(s.begin, s.stream));
-    CU(cudaMemcpyAsync(s.copy, s.cache, bytes, cudaMemcpyDeviceToDevice, s.stream));
-    CU(cudaEventRecord(s.moved, s.stream));
-    CU(cudaStreamSynchronize(s.stream));
-    return 1e3f * elapsed_ms(s.begin, s.moved);
-}
-
 typedef struct best {
     float partition_us, moves_us, plain_us;
 } best;
 
-/* Returns the best of some rounds. The first does not count, because it loads the kernels. */
+/* Fills the cache, compacts it, and copies as many bytes as that moves, at most most_bytes. Returns the best of some
+   rounds. The first does not count, because it loads the kernels. */
 static best measure(size_t bytes)
 {
     best b = {1e9f, 1e9f, 1e9f};
     for (int r = 0; r < rounds; r++) {
-        float partition_us, moves_us;
-        compact(&partition_us, &moves_us);
-        const float plain_us = copy_us(bytes);
-        b.partition_us = r && partition_us < b.partition_us ? partition_us : b.partition_us;
-        b.moves_us = r && moves_us < b.moves_us ? moves_us : b.moves_us;
-        b.plain_us = r && plain_us < b.plain_us ? plain_us : b.plain_us;
+        fill_cache();
+        CU(cudaEventRecord(s.begin, s.stream));
+        enqueue_partition();
+        CU(cudaEventRecord(s.partitioned, s.stream));
+        enqueue_moves();
+        CU(cudaEventRecord(s.moved, s.stream));
+        CU(cudaMemcpyAsync(s.copy, s.cache, bytes, cudaMemcpyDeviceToDevice, s.stream));
+        CU(cudaEventRecord(s.copied, s.stream));
+        CU(cudaStreamSynchronize(s.stream));
+        if (r == 0)
+            continue;
+        b.partition_us = fminf(b.partition_us, 1e3f * elapsed_ms(s.begin, s.partitioned));
+        b.moves_us = fminf(b.moves_us, 1e3f * elapsed_ms(s.partitioned, s.moved));
+        b.plain_us = fminf(b.plain_us, 1e3f * elapsed_ms(s.moved, s.copied));
     }
     return b;
 }
