@@ -229,23 +229,6 @@ static void print_best(int to)
     }
 }
 
-static void print_cache(void)
-{
-    const run *const r = best(to_shared, cold, -1, 0);
-    printf("\nHow does the benchmark exclude the cache?\n"
-           "  Launches read %d regions of %llu MiB in turn, each byte once: %.1f times the L2 (%.4g MiB) is read\n"
-           "  before a byte is read again. Loads bypass L1. A smaller set, read repeatedly, shows the cache (%s):\n",
-           regions, (unsigned long long)g.region >> 20, (double)(regions - 1) * (double)g.region / (double)g.l2,
-           (double)g.l2 / 1048576, method_names[r->method]);
-    for (uint64_t set = g.warm_set; set < g.region; set *= 2)
-        printf("    %8.4g MiB  %6.0f GB/s\n", (double)set / 1048576, measure(r, set));
-    printf("    cold          %6.0f GB/s", r->gbs);
-    if (g.peak > 0)
-        printf(", %.1f %% of the datasheet%s", 100 * r->gbs / g.peak,
-               r->gbs > g.peak ? ": MORE THAN THE MEMORY HAS, so a cache helped" : ", which only a cache could exceed");
-    printf("\n");
-}
-
 static void print_same_bytes(int method, uint64_t bytes)
 {
     const run *const fast = best(to_shared, cold, method, bytes);
@@ -361,8 +344,10 @@ static void open_memory(void)
         printf("only %zu MiB of GPU memory are free: the cache would be measured\n", free_bytes >> 20);
         exit(1);
     }
-    printf("cold: %d regions of %llu MiB in turn; warm: %.4g MiB, repeatedly\n", regions,
-           (unsigned long long)g.region >> 20, (double)g.warm_set / 1048576);
+    printf("cold: %d regions of %llu MiB in turn, so %.1f times the L2 is read before a byte is read again; warm: %.4g "
+           "MiB, repeatedly\n",
+           regions, (unsigned long long)g.region >> 20, (double)(regions - 1) * (double)g.region / (double)g.l2,
+           (double)g.warm_set / 1048576);
     CU(cudaMalloc(&g.src, regions * g.region));
     CU(cudaMalloc(&g.dst, regions * g.region));
     g.sums_count = (size_t)g.device.multiProcessorCount * (size_t)g.device.maxThreadsPerMultiProcessor / 32;
@@ -439,7 +424,6 @@ int main(int argc, char **argv)
     sweep();
     print_best(to_shared);
     print_best(to_hbm);
-    print_cache();
     print_blocks();
     print_in_flight();
     return print_disk(folder, disk_mib);
