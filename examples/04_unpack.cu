@@ -3,9 +3,7 @@
    stream and an allocation per chunk to all chunks in one launch, to descriptors that are written after the launch, and
    to a buffer of its own for each fragment. The program checks every byte.
 
-       nvcc -arch=native -O3 -I. examples/04_unpack.cu -o 04_unpack && ./04_unpack
-
-   The columns "the report" are the figures of a report on a slow unpack kernel, which this example retraces. */
+       nvcc -arch=native -O3 -I. examples/04_unpack.cu -o 04_unpack && ./04_unpack */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
 #include "gpu.cuh"
@@ -22,7 +20,7 @@ static char *src, *dst;
 static char *buffers[all_fragments]; /* each an allocation of its own */
 static cudaStream_t stream;
 static cudaMemPool_t pool;
-static kvprim_fragment *descriptors; /* device memory, for the report's first kernel */
+static kvprim_fragment *descriptors; /* device memory, for unpack_kernel */
 
 /* What a network plugin writes for each chunk, as NCCL lays it out: pinned host memory, which the GPU reads. */
 struct ring {
@@ -216,12 +214,10 @@ static int count_wrong(bool own_buffers)
     return wrong;
 }
 
-/* Reports the fastest of some rounds, and checks the bytes of the first, which is not timed, and of the last. A stage
-   that the report does not have has no figures of it. */
-static int run(const char *stage, const char *change, double reported_ms, void (*unpack)(void))
+/* Prints the fastest of some rounds, and checks the bytes of the first, which is not timed, and of the last. */
+static int run(const char *way, void (*unpack)(void))
 {
     const bool own_buffers = unpack == to_own_buffers;
-    char reported[32] = "       -       -";
     double best = 1e9;
     int wrong = 0;
     for (int r = 0; r < rounds; r++) {
@@ -235,10 +231,7 @@ static int run(const char *stage, const char *change, double reported_ms, void (
         if (r > 0 && ms < best)
             best = ms;
     }
-    if (reported_ms > 0)
-        snprintf(reported, sizeof reported, "%8.2f %7.2f", reported_ms / chunks, all_bytes / reported_ms * 1e-6);
-    printf("%-9s  %-52s %s   %8.4f %7.2f  %s\n", stage, change, reported, best / chunks, all_bytes / best * 1e-6,
-           wrong ? "WRONG" : "ok");
+    printf("%-52s %8.4f %7.2f  %s\n", way, best / chunks, all_bytes / best * 1e-6, wrong ? "WRONG" : "ok");
     return wrong;
 }
 
@@ -272,17 +265,16 @@ int main(void)
                         fragment_bytes};
     open_gpu();
 
-    printf("%-62s   %16s   %16s\n%-9s  %-52s %8s %7s   %8s %7s\n", "", "the report", "here", "stage", "", "ms/chunk",
-           "GB/s", "ms/chunk", "GB/s");
-    int wrong = run("as found", "per chunk: stream, allocation, synchronise", 424, [] { chunk_by_chunk(true, true); });
-    wrong += run("1", "one stream for all", 360, [] { chunk_by_chunk(false, true); });
-    wrong += run("2", "one synchronise at the end", 8, [] { chunk_by_chunk(false, false); });
-    wrong += run("3", "memory allocated beforehand", 4, allocated_beforehand);
-    wrong += run("3", "or from a stream-ordered pool: cudaFreeAsync", 4, allocated_from_pool);
-    wrong += run("4", "all chunks in one launch: kvprim_cuda_unpack", 0.8, one_launch);
-    wrong += run("late", "descriptors written later: kvprim_cuda_unpack_meta", 0, late_descriptors);
-    wrong += run("pointers", "each to its own buffer, one launch: kvprim_cuda_copy", 0, to_own_buffers);
-    wrong += run("reference", "cudaMemcpyAsync per fragment", 4.27, copy_per_fragment);
+    printf("%-52s %8s %7s\n", "", "ms/chunk", "GB/s");
+    int wrong = run("per chunk: stream, allocation, synchronise", [] { chunk_by_chunk(true, true); });
+    wrong += run("one stream for all", [] { chunk_by_chunk(false, true); });
+    wrong += run("one synchronise at the end", [] { chunk_by_chunk(false, false); });
+    wrong += run("memory allocated beforehand", allocated_beforehand);
+    wrong += run("or from a stream-ordered pool: cudaFreeAsync", allocated_from_pool);
+    wrong += run("all chunks in one launch: kvprim_cuda_unpack", one_launch);
+    wrong += run("descriptors written later: kvprim_cuda_unpack_meta", late_descriptors);
+    wrong += run("each to its own buffer, one launch: kvprim_cuda_copy", to_own_buffers);
+    wrong += run("cudaMemcpyAsync per fragment", copy_per_fragment);
     printf("%d fragments unpacked in 9 ways, each compared twice: %d wrong\n", all_fragments, wrong);
     return wrong != 0;
 }

@@ -329,7 +329,7 @@ def project(events, only=None):
     of the first operation to the end of the last. With `only`, what lies in ranges of this name, and what was started
     there, is `inside`, and the rest is not. Returns the number of these ranges, too."""
     host = sorted((e for e in events if e.kind in (CALL, RANGE)), key=lambda e: (e.track, e.begin, -e.end))
-    started, spans, named = by_correlation(events, lambda e: e.kind <= COPY), [], 0
+    started, spans, named = by_correlation(events, (KERNEL, COPY)), [], 0
     for event in events:
         event.inside = only is None
     for i, outer in enumerate(host):
@@ -354,10 +354,10 @@ def project(events, only=None):
     return spans, named
 
 
-def by_correlation(events, chosen):
+def by_correlation(events, kinds):
     found = collections.defaultdict(list)
     for event in events:
-        if event.correlation and chosen(event):
+        if event.correlation and event.kind in kinds:
             found[event.correlation].append(event)
     return found
 
@@ -381,12 +381,9 @@ class Table(dict):
                 max(line[4] for line in lines)] if lines else [0] * 5
 
 
-TABLES = 'operation small call range memory family wait part span category'.split()
-
-
 def counted(events, asked):
     """Goes through the events once and counts each wherever it belongs."""
-    tables = {name: Table() for name in TABLES}
+    tables = collections.defaultdict(Table)
     patterns = [(name, re.compile(pattern, re.I)) for name, pattern in asked.category + SHARES]
     categories = {}  # by full name, because namespaces and template arguments say more than the function
     for e in events:
@@ -414,7 +411,7 @@ def counted(events, asked):
 
 def count_gaps(events, waits, parts):
     """Counts the time in which operations run, and the gaps between them, by where the next operation's call lies."""
-    calls, until = by_correlation(events, lambda e: e.kind == CALL), {}
+    calls, until = by_correlation(events, (CALL,)), {}
     for e in sorted((e for e in events if e.kind <= COPY and e.inside), key=lambda e: e.begin):
         begin = until.setdefault(e.device, e.begin)
         if e.begin > begin:
@@ -435,7 +432,7 @@ def count_gaps(events, waits, parts):
 
 def count_launches(events, parts):
     """Counts the launch row: calls that start work, and on each thread what is between them."""
-    started, last = by_correlation(events, lambda e: e.kind <= COPY), {}
+    started, last = by_correlation(events, (KERNEL, COPY)), {}
     for e in sorted((e for e in events if e.kind == CALL and e.inside and e.correlation in started),
                     key=lambda e: e.begin):
         if e.begin > last.get(e.track, e.begin):
@@ -449,26 +446,24 @@ def count_launches(events, parts):
 def print_table(table, title, all_ns, asked, unit='', least=0, old=None):
     """Shares are of all_ns; 0: of the first line, because ranges contain each other. `unit` says what bytes are: MB, or
     operations. With an old table, prints lines that became slower, the most first, and faster, the most last."""
-    names = {*table, *(old or ())}
-    nothing = [0] * 5
-    slower = {name: table.get(name, nothing)[1] - (old.get(name, nothing)[1] if old is not None else 0)
-              for name in names}
-    lines = sorted((name for name in names if (slower[name] if old is not None else table[name][0] > least)),
-                   key=lambda name: (-slower[name], name))
+    nothing, compares = [0] * 5, old is not None
+    now, before = ((lambda name, of=of: of.get(name, nothing)) for of in (table, old or {}))
+    slower = lambda name: now(name)[1] - before(name)[1]
+    lines = sorted((name for name in {*table, *(old or ())} if (slower(name) if compares else now(name)[0] > least)),
+                   key=lambda name: (-slower(name), name))
     if not lines:
         return
-    more = '  old count       old ms    change ms' if old is not None else {
+    more = '  old count       old ms    change ms' if compares else {
         'MB': '          MB      GB/s', 'operations': '  operations', '': ''}[unit]
     print(f'{"count":>10}{"total ms":>13}{"each us":>12}{"shortest":>12}{"longest":>12}{"share %":>9}{more}   {title}')
-    all_ns = all_ns or table[lines[0]][1]
+    all_ns = all_ns or now(lines[0])[1]
     for i, name in enumerate(lines):
-        if old is not None and i == asked.top and len(lines) > 2 * asked.top:
+        if compares and i == asked.top and len(lines) > 2 * asked.top:
             print(f'    ... {len(lines) - 2 * asked.top} others between')
-        if i >= asked.top and (old is None or i + asked.top < len(lines)):
+        if i >= asked.top and not (compares and i + asked.top >= len(lines)):
             continue
-        count, time, size, shortest, longest = table.get(name, nothing)
-        before = old.get(name, nothing) if old is not None else nothing
-        more = f'{before[0]:11}{before[1] / 1e6:13.3f}{slower[name] / 1e6:+13.3f}' if old is not None else {
+        count, time, size, shortest, longest = now(name)
+        more = f'{before(name)[0]:11}{before(name)[1] / 1e6:13.3f}{slower(name) / 1e6:+13.3f}' if compares else {
             'MB': f'{size / 1e6:12.3f}{size / (time or 1):10.2f}', 'operations': f'{size:12}', '': ''}[unit]
         print(f'{count:10}{time / 1e6:13.3f}{time / 1e3 / (count or 1):12.2f}{shortest / 1e3:12.2f}'
               f'{longest / 1e3:12.2f}{100 * time / (all_ns or 1):9.1f}{more}   {name}')
@@ -509,7 +504,7 @@ def print_advice(tables, asked):
 
 def report(events, asked):
     tables = counted(events, asked)
-    total = {name: table.total() for name, table in tables.items()}
+    total = {name: tables[name].total() for name in 'operation small call memory family wait'.split()}
     all_ns, span = total['operation'][1], tables['part'].total('all: ')[1]
     print('1   top operations by total time')
     print_table(tables['operation'], 'operation', all_ns, asked)
@@ -588,7 +583,7 @@ class Rows:
 def write(events, path):
     """Writes Chrome's JSON for https://ui.perfetto.dev, with the categories and arguments of torch's profiler."""
     zero = min(e.begin for e in events)
-    calls = by_correlation(events, lambda e: e.kind == CALL)
+    calls = by_correlation(events, (CALL,))
     us = lambda time: f'{time // 1000}.{time % 1000:03}'  # not rounded
     with open(path, 'w', encoding='utf-8') as file:
         def begin(phase, category, e, name, row, rest):
