@@ -50,11 +50,12 @@ static trace_sum trace_family(const trace *t, int phase, trace_kind kind, const 
     return sum;
 }
 
-/* Times are microseconds with three decimals: whole nanoseconds. Kernels of a stream are a row, its copies another. */
-static void trace_write_event(FILE *f, const trace_event &e, const char *separator)
+/* Times are microseconds since the first event, with three decimals: whole nanoseconds, which a double of a reader can
+   hold. Kernels of a stream are a row, its copies another. */
+static void trace_write_event(FILE *f, const trace_event &e, uint64_t zero, const char *separator)
 {
     static const char *const categories[] = {"kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "user_annotation"};
-    const unsigned long long begin = e.begin, ns = e.end - e.begin;
+    const unsigned long long begin = e.begin - zero, ns = e.end - e.begin;
     const bool on_gpu = e.kind < TRACE_CALL;
     fprintf(f,
             "%s\n{\"ph\":\"X\",\"cat\":\"%s\",\"pid\":%u,\"tid\":%u,\"ts\":%llu.%03llu,\"dur\":%llu.%03llu,\"name\":\"",
@@ -73,11 +74,14 @@ static int trace_write(const trace *t, const char *path)
 {
     FILE *const f = fopen(path, "w");
     const char *separator = "";
+    uint64_t zero = UINT64_MAX;
     if (!f)
         return -1;
+    for (const trace_event &e : t->events)
+        zero = e.begin < zero ? e.begin : zero;
     fputs("{\"displayTimeUnit\":\"ns\",\"traceEvents\":[", f);
     for (const trace_event &e : t->events) {
-        trace_write_event(f, e, separator);
+        trace_write_event(f, e, zero, separator);
         separator = ",";
     }
     fputs("\n]}\n", f);

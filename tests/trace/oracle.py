@@ -30,6 +30,8 @@ def short(name):
 def usual(event, full_names):
     if event['cat'] in ('gpu_memcpy', 'gpu_memset'):
         return event['name'].split(' (')[0]
+    if event['cat'] in CALLS:
+        return event['name'].rstrip('0123456789').removesuffix('_v') if '_v' in event['name'] else event['name']
     return event['name'] if full_names or event['cat'] not in ('kernel', 'cuda') else short(event['name'])
 
 
