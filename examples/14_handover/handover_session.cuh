@@ -248,8 +248,14 @@ static void close_session(session *s)
         CU(cudaIpcCloseMemHandle(s->to[r].data));
     if (s->side == 0)
         tell(s, say_bye, 0, 0, 0);
-    for (int k = 0; k < s->o->lanes; k++)
-        kvprim_or_exit(kvprim_comm_destroy(&s->comms[k]));
+    guard_begin(connect_ms);
+    for (int k = 0; k < s->o->lanes; k++) {
+        kvprim_status status;
+        while ((status = kvprim_comm_destroy(&s->comms[k])) == KVPRIM_ERROR_TIMEOUT)
+            continue; /* NCCL still uses it */
+        kvprim_or_exit(status);
+    }
+    guard_end();
 }
 
 #endif
