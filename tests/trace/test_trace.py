@@ -6,8 +6,8 @@
 
 Compares what answers.py prints with an independent count (oracle.py) from the samples or from TRACE, and with the
 answers of the SQL files in Perfetto's trace processor, if there is one: TRACE_PROCESSOR names trace_processor_shell, or
-a folder with the Perfetto UI's engine (default: build/perfetto, see fetch_perfetto.py), which node runs. SQLite runs them
-always, over tables as Perfetto has them. Then tries bad input.
+a folder with the Perfetto UI's engine (default: build/perfetto, see fetch_perfetto.py), which node runs. SQLite runs
+them always, over tables as Perfetto has them. Then tries bad input.
 """
 import collections
 import csv
