@@ -82,9 +82,7 @@ static void begin_request(session *s, const ask *a)
 /* Sends a part of the request, until one of the sides cancels it. When both know, every slot of the rings is free. */
 static void cancel_request(session *s, ask a, uint64_t random)
 {
-    chunk_walk walk;
-    walk_begin(s, &a, &walk);
-    const int64_t at = 1 + (int64_t)(random % (uint64_t)walk.total);
+    const int64_t at = 1 + (int64_t)(random % plan_of(s, &a).size());
     const bool here = a.request / s->o->cancel_every % 2 == 0;
     a.cancel_at = here ? -1 : at;
     (void)transfer(s, &a, here ? at - 1 : -1);

@@ -14,6 +14,7 @@
 #define HANDOVER_WAYS_CUH
 
 #include "handover_session.cuh"
+#include <vector>
 
 /* What a transfer brought: see say_ack. */
 typedef struct outcome {
@@ -28,46 +29,42 @@ static int64_t bytes_of(const session *s, int64_t tokens)
 
 /* ---- chunks ---- */
 
-/* The chunks of a request, in the order in which they go: chunk 0 of each pair, chunk 1 of each pair, ... */
-typedef struct chunk_walk {
-    int64_t count[handover_most_pairs], total;
-    int64_t next; /* chunk next / pair_count of pair next % pair_count, if it has so many */
-} chunk_walk;
+typedef struct planned {
+    pair ranks;
+    handover_chunk chunk;
+} planned;
 
-static void walk_begin(const session *s, const ask *a, chunk_walk *w)
+/* The chunks of a request, in the order in which they go: chunk 0 of each pair of ranks, chunk 1 of each pair, ... */
+static std::vector<planned> plan_of(const session *s, const ask *a)
 {
-    memset(w, 0, sizeof *w);
-    for (int p = 0; p < s->pair_count; p++) {
-        w->count[p] =
-            handover_chunks(&s->from[s->pairs[p].from], &s->to[s->pairs[p].to], a->tokens, (size_t)a->chunk_bytes);
-        if (w->count[p] < 0)
-            kvprim_or_exit(KVPRIM_ERROR_SIZE);
-        w->total += w->count[p];
+    std::vector<planned> plan;
+    size_t before = 0;
+    for (int64_t i = 0; i == 0 || plan.size() > before; i++) {
+        before = plan.size();
+        for (int k = 0; k < s->pair_count; k++) {
+            planned next = {s->pairs[k], {}};
+            handover_chunk_at(&s->from[next.ranks.from], &s->to[next.ranks.to], a->tokens, (size_t)a->chunk_bytes, i,
+                              &next.chunk);
+            if (next.chunk.bytes > 0) /* otherwise the pair has no more */
+                plan.push_back(next);
+        }
     }
-}
-
-/* The next chunk and its pair. */
-static pair walk_next(const session *s, const ask *a, chunk_walk *w, handover_chunk *chunk)
-{
-    while (w->next / s->pair_count >= w->count[w->next % s->pair_count])
-        w->next++;
-    const pair p = s->pairs[w->next % s->pair_count];
-    handover_chunk_at(&s->from[p.from], &s->to[p.to], a->tokens, (size_t)a->chunk_bytes, w->next / s->pair_count,
-                      chunk);
-    w->next++;
-    return p;
+    if (plan.empty())
+        handover_die("a request of no chunks: %s", kvprim_last_error());
+    return plan;
 }
 
 /* The prefill side packs the chunk into `memory`, the decode side unpacks it. */
-static void move_chunk(session *s, pair p, const handover_chunk *chunk, void *memory, cudaStream_t stream)
+static void move_chunk(session *s, const planned *p, void *memory, cudaStream_t stream)
 {
     const handover_side *const mine = &s->mine;
     kvprim_move moves[2];
     kvprim_cuda_launch launch;
     memset(&launch, 0, sizeof launch);
     launch.stream = stream, launch.max_sms = (int32_t)s->o->max_sms;
-    kvprim_or_exit(handover_chunk_moves(s->side == 0 ? &s->from[p.from] : &s->to[p.to], chunk, memory, mine->slots,
-                                        mine->rejected, s->side == 0 ? handover_pack : handover_unpack, moves));
+    const handover_cache *const cache = s->side == 0 ? &s->from[p->ranks.from] : &s->to[p->ranks.to];
+    kvprim_or_exit(handover_chunk_moves(cache, &p->chunk, memory, mine->slots, mine->rejected,
+                                        s->side == 0 ? handover_pack : handover_unpack, moves));
     kvprim_or_exit(kvprim_cuda_move(moves, 2, &launch));
 }
 
@@ -75,7 +72,6 @@ static void move_chunk(session *s, pair p, const handover_chunk *chunk, void *me
 
 /* A request that goes out. */
 typedef struct outgoing {
-    chunk_walk walk;
     int64_t sent;
     bool cancelled, ended, acknowledged;
     handover_message ack;
@@ -99,29 +95,26 @@ static void hear_decode_side(session *s, outgoing *out, int wait_ms)
 }
 
 /* Packs, sends and announces one chunk. False: its lane has no credit. */
-static bool send_chunk(session *s, const ask *a, outgoing *out)
+static bool send_chunk(session *s, const planned *p, outgoing *out)
 {
     const int lane = (int)(out->sent % s->o->lanes);
-    handover_chunk chunk;
     void *slot;
     kvprim_or_exit(kvprim_ring_claim(&s->rings[lane], s->work[lane], &slot));
     if (!slot)
         return false;
-    const pair p = walk_next(s, a, &out->walk, &chunk);
-    move_chunk(s, p, &chunk, slot, s->work[lane]);
-    kvprim_or_exit(kvprim_ring_send(&s->rings[lane], chunk.bytes, s->work[lane]));
-    tell(s, say_chunk, out->sent++, (int64_t)chunk.bytes, 0);
+    move_chunk(s, p, slot, s->work[lane]);
+    kvprim_or_exit(kvprim_ring_send(&s->rings[lane], p->chunk.bytes, s->work[lane]));
+    tell(s, say_chunk, out->sent++, (int64_t)p->chunk.bytes, 0);
     return true;
 }
 
 /* Returns the decode side's say_ack. cancel_at: this side cancels after so many chunks; -1: it does not. */
-static handover_message send_by_ring(session *s, const ask *a, int64_t cancel_at)
+static handover_message send_by_ring(session *s, const std::vector<planned> &plan, int64_t cancel_at)
 {
     outgoing out;
     memset(&out, 0, sizeof out);
-    walk_begin(s, a, &out.walk);
-    while (out.sent < out.walk.total && !out.cancelled && out.sent != cancel_at) {
-        const bool sent = send_chunk(s, a, &out);
+    while (out.sent < (int64_t)plan.size() && !out.cancelled && out.sent != cancel_at) {
+        const bool sent = send_chunk(s, &plan[(size_t)out.sent], &out);
         hear_decode_side(s, &out, sent ? 0 : 20);
     }
     out.ended = true;
@@ -135,9 +128,7 @@ static handover_message send_by_ring(session *s, const ask *a, int64_t cancel_at
 
 /* A request that is coming in. */
 typedef struct incoming {
-    chunk_walk walk;
-    handover_chunk recent[handover_most_lanes * KVPRIM_MAX_RING_SLOTS]; /* chunk n at n % (lanes * slots) */
-    int32_t left[handover_most_layers];                                 /* chunks that a layer still lacks */
+    int32_t left[handover_most_layers]; /* chunks that a layer still lacks */
     int64_t received, taken[handover_most_lanes], all_taken, announced_end;
     bool cancelled;
     int64_t begun_us;
@@ -145,44 +136,18 @@ typedef struct incoming {
     outcome out;
 } incoming;
 
-/* Counts the chunks of each layer, before the clock starts. */
-static void incoming_begin(session *s, const ask *a, incoming *in)
-{
-    handover_chunk chunk;
-    memset(in, 0, sizeof *in);
-    in->announced_end = -1;
-    walk_begin(s, a, &in->walk);
-    for (int64_t n = 0; n < in->walk.total; n++) {
-        (void)walk_next(s, a, &in->walk, &chunk);
-        for (int32_t l = 0; l < chunk.layers; l++)
-            in->left[chunk.first_layer + l]++;
-    }
-    walk_begin(s, a, &in->walk);
-}
-
-static handover_chunk *recent(const session *s, incoming *in, int64_t number)
-{
-    return &in->recent[number % (s->o->lanes * s->o->slots)];
-}
-
 /* Receives an announced chunk. One that comes after this side has cancelled is dropped. */
-static void receive_chunk(session *s, const ask *a, incoming *in, int64_t number, int64_t bytes)
+static void receive_chunk(session *s, planned *p, incoming *in, int64_t cancel_at)
 {
     const int lane = (int)(in->received % s->o->lanes);
-    handover_chunk *const chunk = recent(s, in, in->received);
     void *slot;
-    if (number != in->received || number >= in->walk.total)
-        not_due();
-    const pair p = walk_next(s, a, &in->walk, chunk);
-    if (bytes != (int64_t)chunk->bytes)
-        not_due();
-    kvprim_or_exit(kvprim_ring_recv(&s->rings[lane], chunk->bytes, s->work[lane], &slot));
+    kvprim_or_exit(kvprim_ring_recv(&s->rings[lane], p->chunk.bytes, s->work[lane], &slot));
     if (in->cancelled)
-        chunk->layers = 0;
+        p->chunk.layers = 0;
     else
-        move_chunk(s, p, chunk, slot, s->work[lane]);
+        move_chunk(s, p, slot, s->work[lane]);
     kvprim_or_exit(kvprim_ring_release(&s->rings[lane], s->work[lane]));
-    if (++in->received == a->cancel_at) {
+    if (++in->received == cancel_at) {
         in->cancelled = true;
         tell(s, say_cancel, 0, 0, 0);
     }
@@ -201,7 +166,7 @@ static void note_unpacked(incoming *in, const handover_chunk *chunk)
 }
 
 /* Takes the slots that are free again and gives credits for them. */
-static void give_credits(session *s, incoming *in)
+static void give_credits(session *s, const std::vector<planned> &plan, incoming *in)
 {
     for (int lane = 0; lane < s->o->lanes; lane++) {
         int32_t n = 0;
@@ -209,30 +174,36 @@ static void give_credits(session *s, incoming *in)
         if (n)
             tell(s, say_credit, lane, n, 0);
         for (; n > 0; n--)
-            note_unpacked(in, recent(s, in, in->taken[lane]++ * s->o->lanes + lane));
+            note_unpacked(in, &plan[(size_t)(in->taken[lane]++ * s->o->lanes + lane)].chunk);
     }
 }
 
 /* While chunks are under way it does not sleep: a credit that comes late leaves the link idle. */
 static void receive_by_ring(session *s, const ask *a)
 {
+    std::vector<planned> plan = plan_of(s, a);
     static incoming state;
     incoming *const in = &state;
     handover_message m;
-    incoming_begin(s, a, in);
+    memset(in, 0, sizeof *in);
+    in->announced_end = -1;
+    for (const planned &p : plan)
+        for (int32_t l = 0; l < p.chunk.layers; l++)
+            in->left[p.chunk.first_layer + l]++;
     tell(s, say_ready, 0, 0, 0);
     in->begun_us = handover_now_us();
     while (in->announced_end < 0 || in->all_taken < in->announced_end) {
         const bool busy = in->all_taken < in->received, heard = handover_link_hear(&s->link, &m, busy ? 0 : 20);
-        if (heard && m.kind == say_chunk)
-            receive_chunk(s, a, in, m.a, m.b);
+        if (heard && m.kind == say_chunk && m.a == in->received && m.a < (int64_t)plan.size() &&
+            m.b == (int64_t)plan[(size_t)m.a].chunk.bytes)
+            receive_chunk(s, &plan[(size_t)m.a], in, a->cancel_at);
         else if (heard && m.kind == say_end && m.a == in->received)
             in->announced_end = m.a;
         else if (heard)
             not_due();
         if (busy || in->announced_end >= 0)
             s->link.heard_us = handover_now_us(); /* it owes bytes, for which NCCL's deadline counts, or nothing */
-        give_credits(s, in);
+        give_credits(s, plan, in);
         check_comms(s);
     }
     tell(s, say_ack, in->out.first_us, in->out.last_us, in->out.chunks);
@@ -283,11 +254,12 @@ static outcome transfer(session *s, const ask *a, int64_t cancel_at)
 {
     handover_message m;
     const int64_t pages = a->way == way_straight ? (a->tokens - 1) / s->to[0].page_rows + 1 : 0;
+    const std::vector<planned> plan = plan_of(s, a); /* before the clock starts */
     tell_bytes(s, say_request, a, sizeof *a);
     expect(s, say_ready, &m, (size_t)pages * sizeof *s->peer_pages);
     const int64_t begun_us = handover_now_us();
     if (a->way == way_ring) {
-        m = send_by_ring(s, a, cancel_at);
+        m = send_by_ring(s, plan, cancel_at);
     } else {
         if (a->way == way_straight) {
             push_straight(s, a, (const int32_t *)(const void *)s->link.payload, pages);

@@ -52,15 +52,12 @@ static void send_or_receive(session *s, void *at, size_t bytes)
 /* Packs or unpacks all chunks of a request, in one buffer. */
 static void move_all(session *s, const ask *a)
 {
-    chunk_walk walk;
-    handover_chunk chunk;
     size_t at = 0;
     ask whole = *a;
     whole.chunk_bytes = INT64_MAX;
-    walk_begin(s, &whole, &walk);
-    for (int64_t n = 0; n < walk.total; n++, at += chunk.bytes) {
-        const pair p = walk_next(s, &whole, &walk, &chunk);
-        move_chunk(s, p, &chunk, plain + at, s->nccl[0]);
+    for (const planned &p : plan_of(s, &whole)) {
+        move_chunk(s, &p, plain + at, s->nccl[0]);
+        at += p.chunk.bytes;
     }
 }
 
