@@ -89,7 +89,7 @@ $(if $(and $(NCCL_INCLUDE),$(NCCL_LIBRARY)),,$(error NCCL_HOME=$(NCCL_HOME): no 
 endif
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
-EXAMPLES = build/01_rows build/02_kv_replay build/10_trace_read build/18_step
+EXAMPLES = build/01_rows build/02_kv_replay build/18_step
 
 help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
@@ -112,7 +112,7 @@ help:
 	@echo '               nccl-test, nccl-bench and nccl-limits take WORLDS="3 5 8": only with so many ranks'
 	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output to build/results/'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
-	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
+	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output to build/results/'
 	@echo 'make sanitize  run each kernel under compute-sanitizer: synccheck, racecheck, memcheck, initcheck'
 	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them;'
 	@echo '               make nvdisasm KERNEL=...: list them with source lines and registers in use)'
@@ -211,8 +211,9 @@ CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreac
     lib/x86_64-linux-gnu lib/aarch64-linux-gnu,$(place)/$(folder)/libcupti.so $(place)/$(folder)/libcupti.so.1[2-9]))))
 CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 # Records a trace, and checks it against the format; with python3, also against an independent count.
-RECORD_TRACE = build/10_trace --out build/10_trace.json || failed=1; ! command -v python3 >/dev/null || \
-    python3 tests/trace/test_trace.py build/10_trace build/10_trace.json || failed=1
+RECORD_TRACE = build/10_trace --out build/10_trace.json || failed=1; ! command -v python3 >/dev/null || { \
+    python3 examples/10_trace/answers.py build/10_trace.json --range 'storing cache' --family kvpc_ --top 10 && \
+    python3 tests/trace/test_trace.py build/10_trace.json; } || failed=1
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
 # Fails before anything is built, whatever -j says.
@@ -253,12 +254,9 @@ transfer-bench: build/bench_transfer
 nccl-test nccl-bench nccl-limits nccl-sanitize handover:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
 
-# Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
+# Measures the memory's bandwidth. Takes seconds and does not depend on the headers.
 bandwidth: build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth || failed=1)
-	@command -v python3 >/dev/null || { echo 'make bandwidth: no python3 to draw the plot'; exit 1; }
-	python3 examples/09_bandwidth/plot.py $(RESULTS)/gpu_bandwidth.txt >$(RESULTS)/plot.tmp
-	@mv $(RESULTS)/plot.tmp $(RESULTS)/gpu_bandwidth.svg
 
 # Both need a python3 that has torch. Without a GPU they run on the CPU.
 torch: lib
@@ -319,16 +317,16 @@ nsys:
 # ---- programs and libraries ----
 
 build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) \
-    examples/02_kv_replay/kv_disk.h build/flags
+    examples/02_kv_replay/kv_disk.h examples/gpu.cuh build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 build/14_handover: examples/14_handover/handover.cu $(wildcard examples/14_handover/*) $(HEADERS) build/flags
 	@$(CUDA_ENVIRONMENT) sh -c '. tests/gpu/environment.sh && $(COMPILE_CUDA) $$nccl_flags $< -o $@ $$nccl_link'
 
-build/10_trace: examples/10_trace/trace.cu $(HEADERS) build/flags
+build/10_trace: examples/10_trace/trace.cu examples/gpu.cuh $(HEADERS) build/flags
 	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))
 
-$(GPU_EXAMPLES): build/%: examples/%.cu $(HEADERS) build/flags
+$(GPU_EXAMPLES): build/%: examples/%.cu examples/gpu.cuh $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 build/kvprim_cuda.o: kvprim.h kvprim_cuda.cuh build/flags
@@ -378,10 +376,6 @@ build/01_rows build/18_step: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags
-	$(COMPILE_C) $< -o $@ $(LDFLAGS)
-
-# Reads traces of torch, nsys and kvprim, without CUDA.
-build/10_trace_read: examples/10_trace/trace_file.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/bench_host: tests/bench/bench_host.c $(HEADERS) build/flags

@@ -3,18 +3,13 @@
    stream and an allocation per chunk to all chunks in one launch, to descriptors that are written after the launch, and
    to a buffer of its own for each fragment. The program checks every byte.
 
-       nvcc -arch=native -O3 -I. examples/04_unpack.cu -o 04_unpack && ./04_unpack
-
-   The columns "the report" are the figures of a report on a slow unpack kernel, which this example retraces. */
+       nvcc -arch=native -O3 -I. examples/04_unpack.cu -o 04_unpack && ./04_unpack */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
+#include "gpu.cuh"
 #include <atomic>
 #include <chrono>
 #include <cuda.h>
-#include <cuda_runtime.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 enum { chunks = 8, in_chunk = 128, fragment_bytes = 4096, chunk_bytes = in_chunk * fragment_bytes };
 enum { all_fragments = chunks * in_chunk, all_bytes = chunks * chunk_bytes, rounds = 20 };
@@ -25,7 +20,7 @@ static char *src, *dst;
 static char *buffers[all_fragments]; /* each an allocation of its own */
 static cudaStream_t stream;
 static cudaMemPool_t pool;
-static void *descriptors; /* device memory, for the report's first kernel */
+static kvprim_fragment *descriptors; /* device memory, for unpack_kernel */
 
 /* What a network plugin writes for each chunk, as NCCL lays it out: pinned host memory, which the GPU reads. */
 struct ring {
@@ -34,22 +29,6 @@ struct ring {
     std::atomic<uint32_t> described; /* so many chunks are */
 };
 static ring *late;
-
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
-static void kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
-}
 
 /* Each block copies a fragment. Each thread copies every 256th of its 16-byte words. */
 __global__ static void unpack_kernel(char *to, const char *from, const kvprim_fragment *f)
@@ -62,58 +41,45 @@ __global__ static void unpack_kernel(char *to, const char *from, const kvprim_fr
 static void launch_chunk(int chunk, void *place, cudaStream_t on)
 {
     const size_t bytes = in_chunk * sizeof *fragments;
-    cuda(cudaMemcpyAsync(place, fragments + chunk * in_chunk, bytes, cudaMemcpyHostToDevice, on),
-         "copying descriptors");
+    CU(cudaMemcpyAsync(place, fragments + chunk * in_chunk, bytes, cudaMemcpyHostToDevice, on));
     unpack_kernel<<<in_chunk, 256, 0, on>>>(dst, src, (const kvprim_fragment *)place);
-    cuda(cudaGetLastError(), "launch");
+    CU(cudaGetLastError());
 }
 
 static void synchronise(void)
 {
-    cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    CU(cudaStreamSynchronize(stream));
 }
 
-static void as_found(void)
+/* Allocates memory for each chunk's descriptors, and frees it when the chunk is unpacked, or when all are. */
+static void chunk_by_chunk(bool own_streams, bool wait)
 {
-    for (int c = 0; c < chunks; c++) {
-        cudaStream_t own;
-        void *place;
-        cuda(cudaStreamCreate(&own), "cudaStreamCreate");
-        cuda(cudaMalloc(&place, in_chunk * sizeof *fragments), "cudaMalloc");
-        launch_chunk(c, place, own);
-        cuda(cudaStreamSynchronize(own), "cudaStreamSynchronize");
-        cuda(cudaFree(place), "cudaFree");
-        cuda(cudaStreamDestroy(own), "cudaStreamDestroy");
-    }
-}
-
-static void long_lived_stream(void)
-{
-    for (int c = 0; c < chunks; c++) {
-        void *place;
-        cuda(cudaMalloc(&place, in_chunk * sizeof *fragments), "cudaMalloc");
-        launch_chunk(c, place, stream);
-        synchronise();
-        cuda(cudaFree(place), "cudaFree");
-    }
-}
-
-static void one_synchronise(void)
-{
+    cudaStream_t on[chunks];
     void *place[chunks];
     for (int c = 0; c < chunks; c++) {
-        cuda(cudaMalloc(&place[c], in_chunk * sizeof *fragments), "cudaMalloc");
-        launch_chunk(c, place[c], stream);
+        on[c] = stream;
+        if (own_streams)
+            CU(cudaStreamCreate(&on[c]));
+        CU(cudaMalloc(&place[c], in_chunk * sizeof *fragments));
+        launch_chunk(c, place[c], on[c]);
+        if (wait) {
+            CU(cudaStreamSynchronize(on[c]));
+            CU(cudaFree(place[c]));
+        }
+        if (own_streams)
+            CU(cudaStreamDestroy(on[c]));
     }
+    if (wait)
+        return;
     synchronise();
     for (int c = 0; c < chunks; c++)
-        cuda(cudaFree(place[c]), "cudaFree");
+        CU(cudaFree(place[c]));
 }
 
 static void allocated_beforehand(void)
 {
     for (int c = 0; c < chunks; c++)
-        launch_chunk(c, (kvprim_fragment *)descriptors + c * in_chunk, stream);
+        launch_chunk(c, descriptors + c * in_chunk, stream);
     synchronise();
 }
 
@@ -123,9 +89,9 @@ static void allocated_from_pool(void)
 {
     for (int c = 0; c < chunks; c++) {
         void *place;
-        cuda(cudaMallocFromPoolAsync(&place, in_chunk * sizeof *fragments, pool, stream), "cudaMallocFromPoolAsync");
+        CU(cudaMallocFromPoolAsync(&place, in_chunk * sizeof *fragments, pool, stream));
         launch_chunk(c, place, stream);
-        cuda(cudaFreeAsync(place, stream), "cudaFreeAsync");
+        CU(cudaFreeAsync(place, stream));
     }
     synchronise();
 }
@@ -152,12 +118,10 @@ static void wait_for_chunks(uint32_t described)
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
     if (!wait)
-        cuda(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", (void **)&wait, 12000, cudaEnableDefault, &found),
-             "cudaGetDriverEntryPointByVersion");
+        CU(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", (void **)&wait, 12000, cudaEnableDefault, &found));
 #else
     if (!wait)
-        cuda(cudaGetDriverEntryPoint("cuStreamWaitValue32", (void **)&wait, cudaEnableDefault, &found),
-             "cudaGetDriverEntryPoint");
+        CU(cudaGetDriverEntryPoint("cuStreamWaitValue32", (void **)&wait, cudaEnableDefault, &found));
 #endif
     if (wait && wait(stream, (CUdeviceptr)&late->described, described, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS)
         return;
@@ -216,8 +180,7 @@ static void to_own_buffers(void)
 static void copy_per_fragment(void)
 {
     for (const kvprim_fragment &f : fragments)
-        cuda(cudaMemcpyAsync(dst + f.dst_offset, src + f.src_offset, f.bytes, cudaMemcpyDeviceToDevice, stream),
-             "cudaMemcpyAsync");
+        CU(cudaMemcpyAsync(dst + f.dst_offset, src + f.src_offset, f.bytes, cudaMemcpyDeviceToDevice, stream));
     synchronise();
 }
 
@@ -229,10 +192,10 @@ static double now_ms(void)
 /* Overwrites what a way is to write: dst, or the buffers. */
 static void clear(bool own_buffers)
 {
-    cuda(cudaMemset(dst, 0xfe, all_bytes), "cudaMemset");
+    CU(cudaMemset(dst, 0xfe, all_bytes));
     for (int i = 0; i < all_fragments && own_buffers; i++)
-        cuda(cudaMemset(buffers[i], 0xfe, fragment_bytes), "cudaMemset");
-    cuda(cudaDeviceSynchronize(), "cudaMemset");
+        CU(cudaMemset(buffers[i], 0xfe, fragment_bytes));
+    CU(cudaDeviceSynchronize());
 }
 
 /* Returns how many fragments are wrong. */
@@ -241,22 +204,20 @@ static int count_wrong(bool own_buffers)
     static unsigned char got[all_bytes];
     int wrong = 0;
     if (!own_buffers)
-        cuda(cudaMemcpy(got, dst, all_bytes, cudaMemcpyDeviceToHost), "reading back");
+        CU(cudaMemcpy(got, dst, all_bytes, cudaMemcpyDeviceToHost));
     for (int i = 0; i < all_fragments; i++) {
         const kvprim_fragment f = fragments[i];
         if (own_buffers)
-            cuda(cudaMemcpy(got + f.dst_offset, buffers[i], f.bytes, cudaMemcpyDeviceToHost), "reading back");
+            CU(cudaMemcpy(got + f.dst_offset, buffers[i], f.bytes, cudaMemcpyDeviceToHost));
         wrong += memcmp(got + f.dst_offset, received + f.src_offset, f.bytes) != 0;
     }
     return wrong;
 }
 
-/* Reports the fastest of some rounds, and checks the bytes of the first, which is not timed, and of the last. A stage
-   that the report does not have has no figures of it. */
-static int run(const char *stage, const char *change, double reported_ms, void (*unpack)(void))
+/* Prints the fastest of some rounds, and checks the bytes of the first, which is not timed, and of the last. */
+static int run(const char *way, void (*unpack)(void))
 {
     const bool own_buffers = unpack == to_own_buffers;
-    char reported[32] = "       -       -";
     double best = 1e9;
     int wrong = 0;
     for (int r = 0; r < rounds; r++) {
@@ -270,10 +231,7 @@ static int run(const char *stage, const char *change, double reported_ms, void (
         if (r > 0 && ms < best)
             best = ms;
     }
-    if (reported_ms > 0)
-        snprintf(reported, sizeof reported, "%8.2f %7.2f", reported_ms / chunks, all_bytes / reported_ms * 1e-6);
-    printf("%-9s  %-52s %s   %8.4f %7.2f  %s\n", stage, change, reported, best / chunks, all_bytes / best * 1e-6,
-           wrong ? "WRONG" : "ok");
+    printf("%-52s %8.4f %7.2f  %s\n", way, best / chunks, all_bytes / best * 1e-6, wrong ? "WRONG" : "ok");
     return wrong;
 }
 
@@ -286,26 +244,20 @@ static void open_gpu(void)
     uint64_t keep = UINT64_MAX;
     props.allocType = cudaMemAllocationTypePinned;
     props.location.type = cudaMemLocationTypeDevice;
-    cuda(cudaMemPoolCreate(&pool, &props), "cudaMemPoolCreate");
-    cuda(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
-    cuda(cudaMalloc(&src, all_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&dst, all_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&descriptors, sizeof fragments), "cudaMalloc");
+    CU(cudaMemPoolCreate(&pool, &props));
+    CU(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
+    src = (char *)on_device(all_bytes, received);
+    dst = on_device<char>(all_bytes);
+    descriptors = on_device<kvprim_fragment>(all_fragments);
     for (char *&buffer : buffers)
-        cuda(cudaMalloc(&buffer, fragment_bytes), "cudaMalloc");
-    cuda(cudaMallocHost(&late, sizeof *late), "cudaMallocHost");
-    cuda(cudaMemcpy(src, received, all_bytes, cudaMemcpyHostToDevice), "filling the receive buffer");
-    cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+        buffer = on_device<char>(fragment_bytes);
+    CU(cudaMallocHost(&late, sizeof *late));
+    stream = new_stream();
 }
 
 int main(void)
 {
-    int devices = 0;
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        return 1;
-    }
+    need_gpu();
     for (size_t i = 0; i < all_bytes; i++)
         received[i] = (unsigned char)(i * 2654435761u >> 13);
     for (size_t i = 0; i < all_fragments; i++) /* fragment i arrived as number i * 37 of its chunk */
@@ -313,17 +265,16 @@ int main(void)
                         fragment_bytes};
     open_gpu();
 
-    printf("%-62s   %16s   %16s\n%-9s  %-52s %8s %7s   %8s %7s\n", "", "the report", "here", "stage", "", "ms/chunk",
-           "GB/s", "ms/chunk", "GB/s");
-    int wrong = run("as found", "per chunk: stream, allocation, synchronise", 424, as_found);
-    wrong += run("1", "one stream for all", 360, long_lived_stream);
-    wrong += run("2", "one synchronise at the end", 8, one_synchronise);
-    wrong += run("3", "memory allocated beforehand", 4, allocated_beforehand);
-    wrong += run("3", "or from a stream-ordered pool: cudaFreeAsync", 4, allocated_from_pool);
-    wrong += run("4", "all chunks in one launch: kvprim_cuda_unpack", 0.8, one_launch);
-    wrong += run("late", "descriptors written later: kvprim_cuda_unpack_meta", 0, late_descriptors);
-    wrong += run("pointers", "each to its own buffer, one launch: kvprim_cuda_copy", 0, to_own_buffers);
-    wrong += run("reference", "cudaMemcpyAsync per fragment", 4.27, copy_per_fragment);
+    printf("%-52s %8s %7s\n", "", "ms/chunk", "GB/s");
+    int wrong = run("per chunk: stream, allocation, synchronise", [] { chunk_by_chunk(true, true); });
+    wrong += run("one stream for all", [] { chunk_by_chunk(false, true); });
+    wrong += run("one synchronise at the end", [] { chunk_by_chunk(false, false); });
+    wrong += run("memory allocated beforehand", allocated_beforehand);
+    wrong += run("or from a stream-ordered pool: cudaFreeAsync", allocated_from_pool);
+    wrong += run("all chunks in one launch: kvprim_cuda_unpack", one_launch);
+    wrong += run("descriptors written later: kvprim_cuda_unpack_meta", late_descriptors);
+    wrong += run("each to its own buffer, one launch: kvprim_cuda_copy", to_own_buffers);
+    wrong += run("cudaMemcpyAsync per fragment", copy_per_fragment);
     printf("%d fragments unpacked in 9 ways, each compared twice: %d wrong\n", all_fragments, wrong);
     return wrong != 0;
 }

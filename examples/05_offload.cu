@@ -7,31 +7,12 @@
 */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
-#include <cuda_runtime.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "gpu.cuh"
 
 /* A page of one layer has 16 tokens of 2 KB. The sequence has 64 of the 256 pages in each table. */
 enum { tables = 2 * 32, pages = 256, moved = 64, page_bytes = 16 * 2048, sms_for_transfer = 8 };
 static const int64_t table_bytes = (int64_t)pages * page_bytes, host_table_bytes = (int64_t)moved * page_bytes;
 static const double moved_gb = 1e-9 * 2 * tables * (double)host_table_bytes; /* out and back */
-
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
-static void kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
-}
 
 /* The word that the cache holds at this place at first. */
 static __host__ __device__ uint32_t cache_word(int64_t word)
@@ -99,21 +80,20 @@ static struct {
 /* Starts the transfers, the compute kernel (jobs > 0), or both at once, and returns how many milliseconds each took. */
 static void run(int transfer, unsigned jobs, float *transfer_ms, float *compute_ms)
 {
-    cuda(cudaMemset(s.next_job, 0, sizeof *s.next_job), "cudaMemset");
-    cuda(cudaDeviceSynchronize(), "before a run");
-    cuda(cudaEventRecord(s.begin, s.transfer_stream), "cudaEventRecord");
-    cuda(cudaStreamWaitEvent(s.compute_stream, s.begin, 0), "cudaStreamWaitEvent");
+    CU(cudaMemset(s.next_job, 0, sizeof *s.next_job));
+    CU(cudaDeviceSynchronize());
+    CU(cudaEventRecord(s.begin, s.transfer_stream));
+    CU(cudaStreamWaitEvent(s.compute_stream, s.begin, 0));
     if (transfer) {
         enqueue_transfer(s.host, moved, NULL, s.cache, pages, s.from_pages, s.transfer_stream);
         enqueue_transfer(s.cache, pages, s.to_pages, s.host, moved, NULL, s.transfer_stream);
     }
-    cuda(cudaEventRecord(s.transferred, s.transfer_stream), "cudaEventRecord");
+    CU(cudaEventRecord(s.transferred, s.transfer_stream));
     if (jobs)
         compute<<<s.blocks, 256, 0, s.compute_stream>>>(s.next_job, jobs, s.sink);
-    cuda(cudaEventRecord(s.computed, s.compute_stream), "cudaEventRecord");
-    cuda(cudaDeviceSynchronize(), "a run");
-    cuda(cudaEventElapsedTime(transfer_ms, s.begin, s.transferred), "cudaEventElapsedTime");
-    cuda(cudaEventElapsedTime(compute_ms, s.begin, s.computed), "cudaEventElapsedTime");
+    CU(cudaEventRecord(s.computed, s.compute_stream));
+    CU(cudaDeviceSynchronize());
+    *transfer_ms = elapsed_ms(s.begin, s.transferred), *compute_ms = elapsed_ms(s.begin, s.computed);
 }
 
 /* Returns the number of wrong bytes: page to[i] must hold what page from[i] held, the other pages are unchanged. */
@@ -127,7 +107,7 @@ static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
     for (int i = 0; i < moved; i++)
         source[to[i]] = from[i];
     for (int t = 0; t < tables; t++) {
-        cuda(cudaMemcpy(table, s.cache[t], table_bytes, cudaMemcpyDeviceToHost), "reading back");
+        CU(cudaMemcpy(table, s.cache[t], table_bytes, cudaMemcpyDeviceToHost));
         for (int64_t w = 0; w < table_bytes / 4; w++) {
             const int64_t page = w / (page_bytes / 4), in_page = w % (page_bytes / 4);
             wrong += table[w] != cache_word((t * (int64_t)pages + source[page]) * (page_bytes / 4) + in_page) ? 4 : 0;
@@ -139,18 +119,13 @@ static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
 int main(void)
 {
     int32_t from[moved], to[moved];
-    int devices = 0;
     cudaDeviceProp gpu;
-    char *cache, *host;
+    char *host;
     float alone_ms, copied_ms, beside_ms, computed_ms, unused;
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        return 1;
-    }
-    cuda(cudaGetDeviceProperties(&gpu, 0), "cudaGetDeviceProperties");
-    cuda(cudaMalloc(&cache, tables * table_bytes), "cudaMalloc");
-    cuda(cudaMallocHost(&host, tables * host_table_bytes), "cudaMallocHost");
+    need_gpu();
+    CU(cudaGetDeviceProperties(&gpu, 0));
+    char *const cache = on_device<char>(tables * table_bytes);
+    CU(cudaMallocHost(&host, tables * host_table_bytes));
     for (int t = 0; t < tables; t++) {
         s.cache[t] = cache + t * table_bytes;
         s.host[t] = host + t * host_table_bytes;
@@ -159,17 +134,10 @@ int main(void)
         from[i] = 3 * i;           /* the sequence's pages */
         to[i] = pages - 2 - 3 * i; /* the pages that it comes back to, none of which is in `from` */
     }
-    cuda(cudaMalloc(&s.from_pages, sizeof from), "cudaMalloc");
-    cuda(cudaMalloc(&s.to_pages, sizeof to), "cudaMalloc");
-    cuda(cudaMalloc(&s.next_job, sizeof *s.next_job), "cudaMalloc");
-    cuda(cudaMalloc(&s.sink, sizeof *s.sink), "cudaMalloc");
-    cuda(cudaMemcpy(s.from_pages, from, sizeof from, cudaMemcpyHostToDevice), "cudaMemcpy");
-    cuda(cudaMemcpy(s.to_pages, to, sizeof to, cudaMemcpyHostToDevice), "cudaMemcpy");
-    cuda(cudaStreamCreateWithFlags(&s.transfer_stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    cuda(cudaStreamCreateWithFlags(&s.compute_stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    cuda(cudaEventCreate(&s.begin), "cudaEventCreate");
-    cuda(cudaEventCreate(&s.transferred), "cudaEventCreate");
-    cuda(cudaEventCreate(&s.computed), "cudaEventCreate");
+    s.from_pages = on_device(moved, from), s.to_pages = on_device(moved, to);
+    s.next_job = on_device<unsigned>(1), s.sink = on_device<float>(1);
+    s.transfer_stream = new_stream(), s.compute_stream = new_stream();
+    s.begin = new_event(), s.transferred = new_event(), s.computed = new_event();
     fill<<<1024, 256>>>((uint32_t *)cache, tables * table_bytes / 4);
     s.blocks = 4 * gpu.multiProcessorCount;
 
@@ -179,7 +147,7 @@ int main(void)
     run(1, 0, &copied_ms, &unused);
     memset(host, 0, tables * host_table_bytes); /* so that pages that the last run does not move are wrong */
     fill<<<1024, 256>>>((uint32_t *)cache, tables * table_bytes / 4);
-    cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    CU(cudaDeviceSynchronize());
     run(1, jobs, &beside_ms, &computed_ms);
 
     const int64_t wrong = wrong_bytes(from, to);

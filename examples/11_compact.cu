@@ -12,11 +12,8 @@
    plain copy that the transfer is compared with takes half of that. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
+#include "gpu.cuh"
 #include <cub/device/device_scan.cuh>
-#include <cuda_runtime.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* A row is one token of one layer. The tokens are scattered over the cache, of which an eighth is free. */
 static const int tables = 2 * 32, slots = 8192, tokens = slots / 8 * 7, row_bytes = 2048, row_words = row_bytes / 4;
@@ -24,22 +21,6 @@ static const int most_moves = slots / 2; /* a hole at the front for each kept ro
 static const int rounds = 6, threads = 256;
 static const int64_t table_words = (int64_t)slots * row_words, cache_bytes = 4 * tables * table_words;
 static const int64_t most_bytes = (int64_t)most_moves * tables * row_bytes;
-
-static void check(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
-static void kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
-}
 
 /* The word that the cache holds at this place at first. */
 static __host__ __device__ uint32_t cache_word(int64_t word)
@@ -112,34 +93,25 @@ static struct {
     void *scan;
     size_t scan_bytes;
     cudaStream_t stream;
-    cudaEvent_t begin, partitioned, moved;
+    cudaEvent_t begin, partitioned, moved, copied;
 } s;
 
-static void allocate(void)
+static void allocate(const int32_t *slot, const int32_t *keep)
 {
+    const uint32_t none = 0;
     size_t bytes = 0;
-    check(cudaMalloc(&s.cache, cache_bytes), "cudaMalloc");
-    check(cudaMalloc(&s.copy, most_bytes), "cudaMalloc");
-    check(cudaMalloc(&s.slot, tokens * sizeof *s.slot), "cudaMalloc");
-    check(cudaMalloc(&s.keep, tokens * sizeof *s.keep), "cudaMalloc");
-    check(cudaMalloc(&s.before, tokens * sizeof *s.before), "cudaMalloc");
-    check(cudaMalloc(&s.list, tokens * sizeof *s.list), "cudaMalloc");
-    check(cudaMalloc(&s.kept, sizeof *s.kept), "cudaMalloc");
-    check(cudaMalloc(&s.to, most_moves * sizeof *s.to), "cudaMalloc");
-    check(cudaMalloc(&s.from, most_moves * sizeof *s.from), "cudaMalloc");
-    check(cudaMalloc(&s.marks, slots * sizeof *s.marks), "cudaMalloc");
-    check(cudaMalloc(&s.marks_before, slots * sizeof *s.marks_before), "cudaMalloc");
-    check(cudaMalloc(&s.taken, slots), "cudaMalloc");
-    check(cudaMalloc(&s.rejected, sizeof *s.rejected), "cudaMalloc");
-    check(cudaMemset(s.rejected, 0, sizeof *s.rejected), "cudaMemset");
-    check(cub::DeviceScan::ExclusiveSum(NULL, bytes, s.keep, s.before, tokens), "size of the first sum");
-    check(cub::DeviceScan::ExclusiveSum(NULL, s.scan_bytes, s.marks, s.marks_before, slots), "size of the second sum");
+    s.cache = on_device<uint32_t>(cache_bytes / 4), s.copy = on_device<uint32_t>(most_bytes / 4);
+    s.slot = on_device(tokens, slot), s.keep = on_device(tokens, keep);
+    s.before = on_device<int32_t>(tokens), s.list = on_device<int32_t>(tokens), s.kept = on_device<int32_t>(1);
+    s.to = on_device<int32_t>(most_moves), s.from = on_device<int32_t>(most_moves);
+    s.marks = on_device<uint64_t>(slots), s.marks_before = on_device<uint64_t>(slots);
+    s.taken = on_device<unsigned char>(slots), s.rejected = on_device(1, &none);
+    CU(cub::DeviceScan::ExclusiveSum(NULL, bytes, s.keep, s.before, tokens));
+    CU(cub::DeviceScan::ExclusiveSum(NULL, s.scan_bytes, s.marks, s.marks_before, slots));
     s.scan_bytes = bytes > s.scan_bytes ? bytes : s.scan_bytes;
-    check(cudaMalloc(&s.scan, s.scan_bytes), "cudaMalloc");
-    check(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    check(cudaEventCreate(&s.begin), "cudaEventCreate");
-    check(cudaEventCreate(&s.partitioned), "cudaEventCreate");
-    check(cudaEventCreate(&s.moved), "cudaEventCreate");
+    s.scan = on_device<char>(s.scan_bytes);
+    s.stream = new_stream();
+    s.begin = new_event(), s.partitioned = new_event(), s.moved = new_event(), s.copied = new_event();
 }
 
 /* Reads s.slot and s.keep. Writes s.list, with the new slots of kept tokens, and the moves s.to and s.from, which have
@@ -147,16 +119,16 @@ static void allocate(void)
 static void enqueue_partition(void)
 {
     const int token_blocks = (tokens + threads - 1) / threads, slot_blocks = (slots + threads - 1) / threads;
-    check(cudaMemsetAsync(s.taken, 0, slots, s.stream), "cudaMemsetAsync");
-    check(cudaMemsetAsync(s.to, 0xff, most_moves * sizeof *s.to, s.stream), "cudaMemsetAsync");
-    check(cudaMemsetAsync(s.from, 0xff, most_moves * sizeof *s.from, s.stream), "cudaMemsetAsync");
-    check(cub::DeviceScan::ExclusiveSum(s.scan, s.scan_bytes, s.keep, s.before, tokens, s.stream), "first sum");
+    CU(cudaMemsetAsync(s.taken, 0, slots, s.stream));
+    CU(cudaMemsetAsync(s.to, 0xff, most_moves * sizeof *s.to, s.stream));
+    CU(cudaMemsetAsync(s.from, 0xff, most_moves * sizeof *s.from, s.stream));
+    CU(cub::DeviceScan::ExclusiveSum(s.scan, s.scan_bytes, s.keep, s.before, tokens, s.stream));
     partition<<<token_blocks, threads, 0, s.stream>>>(s.list, s.taken, s.kept, s.slot, s.keep, s.before);
     mark<<<slot_blocks, threads, 0, s.stream>>>(s.marks, s.list, s.taken, s.kept);
-    check(cub::DeviceScan::ExclusiveSum(s.scan, s.scan_bytes, s.marks, s.marks_before, slots, s.stream), "second sum");
+    CU(cub::DeviceScan::ExclusiveSum(s.scan, s.scan_bytes, s.marks, s.marks_before, slots, s.stream));
     pair<<<slot_blocks, threads, 0, s.stream>>>(s.to, s.from, s.marks, s.marks_before, s.list);
     update<<<slot_blocks, threads, 0, s.stream>>>(s.list, s.to, s.marks, s.marks_before);
-    check(cudaGetLastError(), "launch");
+    CU(cudaGetLastError());
 }
 
 /* same_cache asks that no row is both read and written: all destinations are among the first *s.kept slots, and no
@@ -179,58 +151,36 @@ static void enqueue_moves(void)
     kvprim(kvprim_cuda_transfer(&transfer, &launch));
 }
 
-static float elapsed_us(cudaEvent_t from, cudaEvent_t to)
-{
-    float ms;
-    check(cudaEventElapsedTime(&ms, from, to), "cudaEventElapsedTime");
-    return 1e3f * ms;
-}
-
 static void fill_cache(void)
 {
     fill<<<1024, threads, 0, s.stream>>>(s.cache, cache_bytes / 4);
-    check(cudaGetLastError(), "fill");
-}
-
-/* Fills the cache and compacts it. Returns the microseconds of both parts. */
-static void compact(float *partition_us, float *moves_us)
-{
-    fill_cache();
-    check(cudaEventRecord(s.begin, s.stream), "cudaEventRecord");
-    enqueue_partition();
-    check(cudaEventRecord(s.partitioned, s.stream), "cudaEventRecord");
-    enqueue_moves();
-    check(cudaEventRecord(s.moved, s.stream), "cudaEventRecord");
-    check(cudaStreamSynchronize(s.stream), "compaction");
-    *partition_us = elapsed_us(s.begin, s.partitioned);
-    *moves_us = elapsed_us(s.partitioned, s.moved);
-}
-
-/* Returns the microseconds of a plain copy of at most most_bytes. */
-static float copy_us(size_t bytes)
-{
-    check(cudaEventRecord(s.begin, s.stream), "cudaEventRecord");
-    check(cudaMemcpyAsync(s.copy, s.cache, bytes, cudaMemcpyDeviceToDevice, s.stream), "cudaMemcpyAsync");
-    check(cudaEventRecord(s.moved, s.stream), "cudaEventRecord");
-    check(cudaStreamSynchronize(s.stream), "copy");
-    return elapsed_us(s.begin, s.moved);
+    CU(cudaGetLastError());
 }
 
 typedef struct best {
     float partition_us, moves_us, plain_us;
 } best;
 
-/* Returns the best of some rounds. The first does not count, because it loads the kernels. */
+/* Fills the cache, compacts it, and copies as many bytes as that moves, at most most_bytes. Returns the best of some
+   rounds. The first does not count, because it loads the kernels. */
 static best measure(size_t bytes)
 {
     best b = {1e9f, 1e9f, 1e9f};
     for (int r = 0; r < rounds; r++) {
-        float partition_us, moves_us;
-        compact(&partition_us, &moves_us);
-        const float plain_us = copy_us(bytes);
-        b.partition_us = r && partition_us < b.partition_us ? partition_us : b.partition_us;
-        b.moves_us = r && moves_us < b.moves_us ? moves_us : b.moves_us;
-        b.plain_us = r && plain_us < b.plain_us ? plain_us : b.plain_us;
+        fill_cache();
+        CU(cudaEventRecord(s.begin, s.stream));
+        enqueue_partition();
+        CU(cudaEventRecord(s.partitioned, s.stream));
+        enqueue_moves();
+        CU(cudaEventRecord(s.moved, s.stream));
+        CU(cudaMemcpyAsync(s.copy, s.cache, bytes, cudaMemcpyDeviceToDevice, s.stream));
+        CU(cudaEventRecord(s.copied, s.stream));
+        CU(cudaStreamSynchronize(s.stream));
+        if (r == 0)
+            continue;
+        b.partition_us = fminf(b.partition_us, 1e3f * elapsed_ms(s.begin, s.partitioned));
+        b.moves_us = fminf(b.moves_us, 1e3f * elapsed_ms(s.partitioned, s.moved));
+        b.plain_us = fminf(b.plain_us, 1e3f * elapsed_ms(s.moved, s.copied));
     }
     return b;
 }
@@ -241,7 +191,7 @@ static int wrong_rows(const int32_t *origin)
     static uint32_t table[slots][row_words];
     int wrong = 0;
     for (int t = 0; t < tables; t++) {
-        check(cudaMemcpy(table, s.cache + t * table_words, sizeof table, cudaMemcpyDeviceToHost), "reading back");
+        CU(cudaMemcpy(table, s.cache + t * table_words, sizeof table, cudaMemcpyDeviceToHost));
         for (int64_t slot = 0; slot < slots; slot++) {
             int same = 1;
             for (int64_t w = 0; w < row_words; w++)
@@ -294,28 +244,22 @@ static void make_sequences(int32_t *slot, int32_t *keep)
 int main(void)
 {
     static int32_t slot[tokens], keep[tokens], list[tokens], got[tokens], origin[slots];
-    int devices = 0, kept = 0, wrong_entries = 0;
+    int kept = 0, wrong_entries = 0;
     uint32_t rejected;
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        return 1;
-    }
-    allocate();
+    need_gpu();
     make_sequences(slot, keep);
-    check(cudaMemcpy(s.slot, slot, sizeof slot, cudaMemcpyHostToDevice), "cudaMemcpy");
-    check(cudaMemcpy(s.keep, keep, sizeof keep, cudaMemcpyHostToDevice), "cudaMemcpy");
+    allocate(slot, keep);
     for (int i = 0; i < slots; i++)
         origin[i] = i;
     fill_cache();
-    check(cudaDeviceSynchronize(), "fill"); /* and the copies above, for which s.stream does not wait */
+    CU(cudaDeviceSynchronize());
     const int wrong_before = wrong_rows(origin);
     const int moves = expect(list, origin, slot, keep);
     const size_t bytes = (size_t)moves * tables * row_bytes;
     const best b = measure(bytes);
     const int wrong_after = wrong_rows(origin);
-    check(cudaMemcpy(got, s.list, sizeof got, cudaMemcpyDeviceToHost), "reading back");
-    check(cudaMemcpy(&rejected, s.rejected, sizeof rejected, cudaMemcpyDeviceToHost), "reading back");
+    CU(cudaMemcpy(got, s.list, sizeof got, cudaMemcpyDeviceToHost));
+    CU(cudaMemcpy(&rejected, s.rejected, sizeof rejected, cudaMemcpyDeviceToHost));
     for (int i = 0; i < tokens; i++) {
         kept += keep[i];
         wrong_entries += got[i] != list[i];

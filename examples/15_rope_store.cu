@@ -8,12 +8,9 @@
 */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
+#include "gpu.cuh"
 #include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <functional>
 #include <vector>
 
@@ -112,35 +109,15 @@ static void store_on_host(std::vector<__half> *k_cache, std::vector<__half> *v_c
 
 static cudaStream_t stream;
 
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
-static void kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
-}
-
 template <class T> static T *on_device(const std::vector<T> &from)
 {
-    void *p;
-    cuda(cudaMalloc(&p, from.size() * sizeof(T)), "cudaMalloc");
-    cuda(cudaMemcpyAsync(p, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
-         "filling device memory");
-    return (T *)p;
+    return on_device(from.size(), from.data());
 }
 
 static bool is_on_device(const __half *device, const std::vector<__half> &want)
 {
     std::vector<__half> got(want.size());
-    cuda(cudaMemcpy(got.data(), device, got.size() * sizeof(__half), cudaMemcpyDeviceToHost), "reading back");
+    CU(cudaMemcpy(got.data(), device, got.size() * sizeof(__half), cudaMemcpyDeviceToHost));
     return memcmp(got.data(), want.data(), got.size() * sizeof(__half)) == 0;
 }
 
@@ -169,36 +146,27 @@ static double time_us(const std::function<void()> &enqueue)
     const int times = 50;
     cudaGraph_t graph;
     cudaGraphExec_t run;
-    cudaEvent_t begin, end;
-    float ms = 0;
-    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    const cudaEvent_t begin = new_event(), end = new_event();
+    CU(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     for (int n = 0; n < times; n++)
         enqueue();
-    cuda(cudaStreamEndCapture(stream, &graph), "capture");
-    cuda(cudaGraphInstantiate(&run, graph, 0), "cudaGraphInstantiate");
-    cuda(cudaEventCreate(&begin), "cudaEventCreate");
-    cuda(cudaEventCreate(&end), "cudaEventCreate");
+    CU(cudaStreamEndCapture(stream, &graph));
+    CU(cudaGraphInstantiate(&run, graph, 0));
     for (int n = 0; n < 2; n++) { /* the first one warms up */
-        cuda(cudaEventRecord(begin, stream), "cudaEventRecord");
-        cuda(cudaGraphLaunch(run, stream), "cudaGraphLaunch");
-        cuda(cudaEventRecord(end, stream), "cudaEventRecord");
-        cuda(cudaEventSynchronize(end), "running a graph");
+        CU(cudaEventRecord(begin, stream));
+        CU(cudaGraphLaunch(run, stream));
+        CU(cudaEventRecord(end, stream));
+        CU(cudaEventSynchronize(end));
     }
-    cuda(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
-    return 1000.0 * ms / times;
+    return 1000.0 * elapsed_ms(begin, end) / times;
 }
 
 /* ---- the program ---- */
 
 int main(void)
 {
-    int devices = 0;
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        return 1;
-    }
-    cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    need_gpu();
+    stream = new_stream();
 
     std::vector<__half> k(tokens * row_elements), v(k.size()),
         caches[2] = {std::vector<__half>(cache_elements), std::vector<__half>(cache_elements)};
@@ -237,9 +205,9 @@ int main(void)
 
     const unsigned blocks = tokens / block_tokens, threads = block_tokens * token_threads;
     rope_store<false><<<blocks, threads, 0, stream>>>(p);
-    cuda(cudaGetLastError(), "launch");
-    cuda(cudaStreamSynchronize(stream), "rope_store");
-    cuda(cudaMemcpy(&rejected, p.rejected, sizeof rejected, cudaMemcpyDeviceToHost), "reading back");
+    CU(cudaGetLastError());
+    CU(cudaStreamSynchronize(stream));
+    CU(cudaMemcpy(&rejected, p.rejected, sizeof rejected, cudaMemcpyDeviceToHost));
     store_on_host(&caches[0], &caches[1], k, v, cos_sin, position, slot);
     bool right = is_on_device(k_cache, caches[0]) && is_on_device(v_cache, caches[1]) && rejected == expected_rejected;
     printf("%d tokens, every ninth without a slot, %u slots past the end: %u counted, the caches are %s\n", (int)tokens,

@@ -7,40 +7,19 @@
 */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
-#include <cuda_runtime.h>
+#include "gpu.cuh"
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 enum { tokens = 4, pages = 8, page_rows = 64, slots = pages * page_rows };
 enum { width = 1024, latent = 512, rope = 64 }; /* elements of a row of K, of V; of the parts of a latent row */
 
 static const int32_t slot[tokens] = {37, 5, -1, 500}; /* -1: the third token is padding */
 
-static void cuda(cudaError_t error, const char *what)
+/* Allocates device memory with bytes that are NaN in e4m3 and bf16. */
+static void *nans(size_t bytes)
 {
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
-static void kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
-}
-
-/* Allocates device memory, and fills it from `from`, or, if that is NULL, with bytes that are NaN in e4m3 and bf16. */
-static void *on_device(const void *from, size_t bytes)
-{
-    void *p;
-    cuda(cudaMalloc(&p, bytes), "cudaMalloc");
-    cuda(from ? cudaMemcpy(p, from, bytes, cudaMemcpyHostToDevice) : cudaMemset(p, 0xff, bytes),
-         "filling device memory");
+    void *const p = on_device<char>(bytes);
+    CU(cudaMemset(p, 0xff, bytes));
     return p;
 }
 
@@ -101,8 +80,8 @@ static int scale_of_a_tensor(const int32_t *slot_on_device)
     const float scales[2] = {0.02f, 0.5f}; /* largest |x| / 448 or more: larger numbers would become 448 * scale */
     for (int v = 0; v < 2; v++)
         fill(kv[v][0], tokens * width, 448 * scales[v]);
-    uint16_t *const in = (uint16_t *)on_device(kv, sizeof kv), *const out = (uint16_t *)on_device(NULL, sizeof back);
-    float *const scales_on_device = (float *)on_device(scales, sizeof scales);
+    uint16_t *const in = on_device(2 * tokens * width, kv[0][0]), *const out = (uint16_t *)nans(sizeof back);
+    float *const scales_on_device = on_device(2, scales);
 
     kvprim_format bf16 = {}, e4m3[2] = {};
     bf16.dtype = KVPRIM_BF16;
@@ -112,7 +91,7 @@ static int scale_of_a_tensor(const int32_t *slot_on_device)
         e4m3[v].dtype = KVPRIM_F8E4M3;
         e4m3[v].scale = KVPRIM_SCALE_TENSOR;
         e4m3[v].scales = scales_on_device + v;
-        caches[v]->data = on_device(NULL, slots * width);
+        caches[v]->data = nans(slots * width);
         caches[v]->rows = slots;
         caches[v]->format = &e4m3[v];
         rows[v]->data = in + v * tokens * width;
@@ -129,7 +108,7 @@ static int scale_of_a_tensor(const int32_t *slot_on_device)
         const kvprim_gather_desc gather = gather_of(caches[v], width, slot_on_device, out + v * tokens * width, &bf16);
         kvprim(kvprim_cuda_gather(&gather, NULL));
     }
-    cuda(cudaMemcpy(back, out, sizeof back, cudaMemcpyDeviceToHost), "reading back");
+    CU(cudaMemcpy(back, out, sizeof back, cudaMemcpyDeviceToHost));
     return wrong_rows("K as e4m3, one scale", kv[0][0], back[0][0], width, scales[0]) +
            wrong_rows("V as e4m3, one scale", kv[1][0], back[1][0], width, scales[1]);
 }
@@ -140,18 +119,17 @@ static int latent_rows(const int32_t *slot_on_device)
     static uint16_t kv_c[tokens][latent], k_pe[tokens][rope], back[tokens][latent], back_pe[tokens][rope];
     fill(kv_c[0], tokens * latent, 100);
     fill(k_pe[0], tokens * rope, 1e6f);
-    uint16_t *const out = (uint16_t *)on_device(NULL, sizeof back + sizeof back_pe), *const out_pe =
-                                                                                         out + tokens * latent;
+    uint16_t *const out = (uint16_t *)nans(sizeof back + sizeof back_pe), *const out_pe = out + tokens * latent;
     kvprim_format bf16 = {};
     bf16.dtype = KVPRIM_BF16;
     kvprim_preset preset;
-    kvprim(kvprim_preset_find("fp8_ds_mla", on_device(NULL, slots * 656), slots, page_rows, 0, &preset));
+    kvprim(kvprim_preset_find("fp8_ds_mla", nans(slots * 656), slots, page_rows, 0, &preset));
 
     kvprim_store_desc store = {};
     store.k_cache = preset.k_cache;
     store.v_cache = preset.v_cache;
-    store.k.data = on_device(kv_c, sizeof kv_c);
-    store.v.data = on_device(k_pe, sizeof k_pe);
+    store.k.data = on_device(tokens * latent, kv_c[0]);
+    store.v.data = on_device(tokens * rope, k_pe[0]);
     store.k.rows = store.v.rows = store.count = tokens;
     store.k.format = &bf16;
     store.k_bytes = preset.k_elements * 2;
@@ -166,8 +144,8 @@ static int latent_rows(const int32_t *slot_on_device)
     kvprim(kvprim_gather_moves(&k, &moves[0]));
     kvprim(kvprim_gather_moves(&v, &moves[1]));
     kvprim(kvprim_cuda_move(moves, 2, NULL));
-    cuda(cudaMemcpy(back, out, sizeof back, cudaMemcpyDeviceToHost), "reading back");
-    cuda(cudaMemcpy(back_pe, out_pe, sizeof back_pe, cudaMemcpyDeviceToHost), "reading back");
+    CU(cudaMemcpy(back, out, sizeof back, cudaMemcpyDeviceToHost));
+    CU(cudaMemcpy(back_pe, out_pe, sizeof back_pe, cudaMemcpyDeviceToHost));
 
     int wrong = wrong_rows("fp8_ds_mla, latent", kv_c[0], back[0], latent, 100.0f / 448), wrong_pe = 0;
     for (int i = 0; i < tokens; i++)
@@ -179,13 +157,8 @@ static int latent_rows(const int32_t *slot_on_device)
 
 int main(void)
 {
-    int devices = 0;
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        return 1;
-    }
-    const int32_t *const slot_on_device = (const int32_t *)on_device(slot, sizeof slot);
+    need_gpu();
+    const int32_t *const slot_on_device = on_device(tokens, slot);
     const int wrong = scale_of_a_tensor(slot_on_device) + latent_rows(slot_on_device);
     return wrong != 0;
 }

@@ -6,11 +6,8 @@
        nvcc -std=c++17 -O2 -arch=native -I. examples/17_all_reduce_norm.cu -lnccl -o norm && ./norm */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_nccl.h"
-#include <cuda_runtime.h>
+#include "gpu.cuh"
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 enum { tokens = 6, hidden = 4096, count = tokens * hidden, layers = 3, max_gpus = 8 };
 
@@ -32,22 +29,6 @@ static int world;
 static kvprim_comm_id id;
 static tensors expected;                   /* of all ranks, by the host */
 static uint16_t partials[max_gpus][count]; /* what each rank adds in each layer */
-
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
-static void kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
-}
 
 /* A multiple of 1/8 that depends on the element and the rank. bf16 holds sums of a few of them, so that NCCL, which may
    add in another order, gives the same bits. */
@@ -104,23 +85,22 @@ static void *run(void *argument)
     tensors *const host = (tensors *)malloc(sizeof *host), *device;
     kvprim_comm comm = {};
     kvprim_comm_desc desc = {};
-    cudaStream_t stream;
     desc.rank = mine->rank;
     desc.world = world;
     desc.id = id;
-    cuda(cudaSetDevice(mine->rank), "cudaSetDevice");
-    cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-    cuda(cudaMalloc(&device, sizeof *device), "cudaMalloc");
+    CU(cudaSetDevice(mine->rank));
+    const cudaStream_t stream = new_stream();
+    CU(cudaMalloc(&device, sizeof *device));
     kvprim(kvprim_comm_init(&comm, &desc));
     printf("%s\n", kvprim_comm_describe(&comm));
 
     fill(host, mine->rank);
-    cuda(cudaMemcpyAsync(device, host, sizeof *host, cudaMemcpyHostToDevice, stream), "upload");
+    CU(cudaMemcpyAsync(device, host, sizeof *host, cudaMemcpyHostToDevice, stream));
     const kvprim_norm_desc norm = norm_of(device);
     for (int layer = 0; layer < layers; layer++) /* a model would run its layer before each; all ranks call alike */
         kvprim(kvprim_all_reduce_norm(&comm, &norm, stream));
-    cuda(cudaMemcpyAsync(host, device, sizeof *host, cudaMemcpyDeviceToHost, stream), "download");
-    cuda(cudaStreamSynchronize(stream), "the norms");
+    CU(cudaMemcpyAsync(host, device, sizeof *host, cudaMemcpyDeviceToHost, stream));
+    CU(cudaStreamSynchronize(stream));
     kvprim(kvprim_comm_check(&comm));
 
     for (int i = 0; i < count; i++)
@@ -128,8 +108,8 @@ static void *run(void *argument)
     for (int token = 0; token < tokens; token++)
         mine->wrong += host->scale[token] != expected.scale[token];
     kvprim(kvprim_comm_destroy(&comm));
-    cuda(cudaFree(device), "cudaFree");
-    cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+    CU(cudaFree(device));
+    CU(cudaStreamDestroy(stream));
     free(host);
     return NULL;
 }
@@ -138,11 +118,8 @@ int main(void)
 {
     static job jobs[max_gpus];
     int wrong = 0;
-    const cudaError_t found = cudaGetDeviceCount(&world);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        return 1;
-    }
+    need_gpu();
+    CU(cudaGetDeviceCount(&world));
     world = world > max_gpus ? max_gpus : world;
     run_on_host();
     kvprim(kvprim_comm_new_id(&id));

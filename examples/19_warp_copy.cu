@@ -5,21 +5,12 @@
        nvcc -arch=native -I. examples/19_warp_copy.cu -o 19_warp_copy && ./19_warp_copy
 */
 #include "kvprim_cuda.cuh"
-#include <stdio.h>
-#include <stdlib.h>
+#include "gpu.cuh"
 
 enum { slots = 65536, tokens = 32768, row_words = 1024, row_bytes = 4 * row_words, threads = 256, rounds = 10 };
 
 static uint32_t *cache, *out, *last_read; /* [slot][word], [token][word], [slot], on the device */
 static int32_t slot[tokens], *slot_on_device;
-
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
 
 static __host__ __device__ uint32_t cache_word(uint32_t word)
 {
@@ -47,20 +38,18 @@ static __global__ void gather(uint32_t *to, uint32_t *read_in, const uint32_t *f
 /* Returns the least milliseconds of some rounds after the first: of the kernel, or of a copy of `bytes` unless 0. */
 static float least_ms(size_t bytes)
 {
-    cudaEvent_t begin, end;
-    float least = 1e9f, ms;
-    cuda(cudaEventCreate(&begin), "cudaEventCreate"), cuda(cudaEventCreate(&end), "cudaEventCreate");
+    const cudaEvent_t begin = new_event(), end = new_event();
+    float least = 1e9f;
     for (uint32_t r = 0; r < rounds; r++) {
-        cuda(cudaEventRecord(begin), "cudaEventRecord");
+        CU(cudaEventRecord(begin));
         if (bytes)
-            cuda(cudaMemcpyAsync(out, cache, bytes, cudaMemcpyDeviceToDevice), "cudaMemcpyAsync");
+            CU(cudaMemcpyAsync(out, cache, bytes, cudaMemcpyDeviceToDevice));
         else
             gather<<<tokens / (threads / 32), threads>>>(out, last_read, cache, slot_on_device, r + 1);
-        cuda(cudaGetLastError(), "launch");
-        cuda(cudaEventRecord(end), "cudaEventRecord");
-        cuda(cudaEventSynchronize(end), "a round");
-        cuda(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
-        least = r > 0 && ms < least ? ms : least;
+        CU(cudaGetLastError());
+        CU(cudaEventRecord(end));
+        CU(cudaEventSynchronize(end));
+        least = r > 0 ? fminf(least, elapsed_ms(begin, end)) : least;
     }
     return least;
 }
@@ -68,26 +57,19 @@ static float least_ms(size_t bytes)
 int main(void)
 {
     static uint32_t got[tokens][row_words], read_in[slots];
-    int devices = 0, copied = 0, wrong = 0;
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        return 1;
-    }
+    int copied = 0, wrong = 0;
+    need_gpu();
     for (uint32_t i = 0; i < tokens; i++) { /* every ninth is padding */
         slot[i] = i % 9 == 4 ? -1 : (int32_t)(i * 40503u % slots);
         copied += slot[i] >= 0;
     }
-    cuda(cudaMalloc(&cache, (size_t)slots * row_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&out, sizeof got), "cudaMalloc");
-    cuda(cudaMalloc(&last_read, sizeof read_in), "cudaMalloc");
-    cuda(cudaMalloc(&slot_on_device, sizeof slot), "cudaMalloc");
-    cuda(cudaMemcpy(slot_on_device, slot, sizeof slot, cudaMemcpyHostToDevice), "cudaMemcpy");
+    cache = on_device<uint32_t>((size_t)slots * row_words), out = on_device<uint32_t>(tokens * row_words);
+    last_read = on_device<uint32_t>(slots), slot_on_device = on_device(tokens, slot);
     fill<<<slots *(row_words / threads), threads>>>(cache);
     const size_t bytes = (size_t)copied * row_bytes;
     const float copy_ms = least_ms(bytes), gather_ms = least_ms(0); /* the latter overwrites what the former wrote */
-    cuda(cudaMemcpy(got, out, sizeof got, cudaMemcpyDeviceToHost), "reading back");
-    cuda(cudaMemcpy(read_in, last_read, sizeof read_in, cudaMemcpyDeviceToHost), "reading back");
+    CU(cudaMemcpy(got, out, sizeof got, cudaMemcpyDeviceToHost));
+    CU(cudaMemcpy(read_in, last_read, sizeof read_in, cudaMemcpyDeviceToHost));
     for (uint32_t i = 0; i < tokens; i++) {
         wrong += slot[i] >= 0 && read_in[slot[i]] != rounds;
         for (uint32_t w = 0; w < row_words; w++)

@@ -47,9 +47,7 @@
 
 enum { KV_EXIT_REFUSED = 2, KV_BATCHES_MAX = 4, KV_HOST_ALIGN = 4096 };
 
-#if defined(KV_REPLAY_CUDA)
 enum { KV_BEGUN, KV_ARRIVED, KV_MOVED, KV_DONE, KV_EVENTS }; /* before the copy in; after it, the call, the copy out */
-#endif
 
 typedef struct kv_place { /* a batch's part of one memory */
     unsigned char *memory;
@@ -63,9 +61,10 @@ typedef struct kv_batch {
     size_t slots_bytes, rows_bytes; /* the slots come first in memory, then the rows */
     bool gathered;                  /* the rows come from the cache */
     size_t first, layer;            /* for the caller: the first token of the batch, and its layer */
-#if defined(KV_REPLAY_CUDA)
     bool in_flight;
-    cudaEvent_t events[KV_EVENTS];
+    double times[KV_EVENTS]; /* seconds, on the CPU */
+#if defined(KV_REPLAY_CUDA)
+    cudaEvent_t events[KV_EVENTS]; /* the same on a GPU */
 #endif
 } kv_batch;
 
@@ -178,76 +177,6 @@ static inline void *kv_cuda_allocate(kv_device *d, size_t bytes, bool on_host)
     return memory;
 }
 
-static inline void kv_cuda_record(kv_device *d, kv_batch *b, int event)
-{
-    kv_cuda(cudaEventRecord(b->events[event], d->stream), "cudaEventRecord");
-}
-
-static inline void kv_cuda_wait(kv_device *d, kv_batch *b)
-{
-    const double start = kv_seconds();
-    kv_cuda(cudaEventSynchronize(b->events[KV_DONE]), "cudaEventSynchronize");
-    d->waiting += kv_seconds() - start;
-}
-
-static inline double kv_cuda_seconds(const kv_batch *b, int from, int to)
-{
-    float ms;
-    kv_cuda(cudaEventElapsedTime(&ms, b->events[from], b->events[to]), "cudaEventElapsedTime");
-    return 1e-3 * (double)ms;
-}
-
-static inline void kv_cuda_copy(kv_device *d, void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind)
-{
-    kv_cuda(cudaMemcpyAsync(dst, src, bytes, kind, d->stream), "cudaMemcpyAsync");
-}
-
-static inline void kv_cuda_move(kv_device *d, kv_batch *b, const kvprim_store_desc *store,
-                                const kvprim_gather_desc *gather)
-{
-    const kvprim_cuda_launch launch = {.stream = d->stream};
-    kv_cuda_record(d, b, KV_BEGUN);
-    kv_cuda_copy(d, b->device.memory, b->host.memory, b->slots_bytes + (store ? b->rows_bytes : 0),
-                 cudaMemcpyHostToDevice);
-    kv_cuda_record(d, b, KV_ARRIVED);
-    if (store)
-        kv_check(kvprim_cuda_store(store, &launch));
-    for (int v = 0; v < 2 && !store; v++)
-        kv_check(kvprim_cuda_gather(&gather[v], &launch));
-    kv_cuda_record(d, b, KV_MOVED);
-    if (!store)
-        kv_cuda_copy(d, b->host.memory + b->slots_bytes, b->device.memory + b->slots_bytes, b->rows_bytes,
-                     cudaMemcpyDeviceToHost);
-    kv_cuda_record(d, b, KV_DONE);
-    b->in_flight = true;
-}
-
-static inline void kv_cuda_finish(kv_device *d, kv_batch *b)
-{
-    kv_cuda_wait(d, b);
-    b->in_flight = false;
-    *(b->gathered ? &d->gather : &d->store) += kv_cuda_seconds(b, KV_ARRIVED, KV_MOVED);
-    d->copies += kv_cuda_seconds(b, KV_BEGUN, KV_ARRIVED) + kv_cuda_seconds(b, KV_MOVED, KV_DONE);
-}
-
-static inline void kv_cuda_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
-{
-    const kvprim_cuda_launch launch = {.stream = d->stream};
-    kv_batch *const b = &d->batches[KV_BATCHES_MAX];
-    kv_cuda_record(d, b, KV_BEGUN);
-    kv_check(kvprim_cuda_transfer(desc, &launch));
-    kv_cuda_record(d, b, KV_DONE);
-    kv_cuda_wait(d, b);
-    *seconds += kv_cuda_seconds(b, KV_BEGUN, KV_DONE);
-}
-
-static inline uint32_t kv_cuda_rejected(kv_device *d)
-{
-    uint32_t rejected;
-    kv_cuda(cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
-    kv_cuda(cudaMemcpy(&rejected, d->rejected, sizeof rejected, cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return rejected;
-}
 #endif
 
 /* ---- both -------------------------------------------------------------------------------------------------------- */
@@ -310,6 +239,62 @@ static inline bool kv_device_open(kv_device *d, const char *wanted)
     return !wanted || d->gpu;
 }
 
+/* Calls kvprim_NAME, or kvprim_cuda_NAME, which only enqueues. */
+#if defined(KV_REPLAY_CUDA)
+#define KV_CALL(d, name, desc)                                                                                         \
+    kv_check((d)->gpu ? kvprim_cuda_##name(desc, &(const kvprim_cuda_launch){.stream = (d)->stream})                   \
+                      : kvprim_##name(desc))
+#else
+#define KV_CALL(d, name, desc) kv_check(((void)(d), kvprim_##name(desc)))
+#endif
+
+/* Notes when all that was called before has happened. */
+static inline void kv_device_record(kv_device *d, kv_batch *b, int event)
+{
+#if defined(KV_REPLAY_CUDA)
+    if (d->gpu)
+        kv_cuda(cudaEventRecord(b->events[event], d->stream), "cudaEventRecord");
+    else
+#endif
+        b->times[event] = kv_seconds();
+    (void)d;
+}
+
+static inline double kv_device_elapsed(const kv_device *d, const kv_batch *b, int from, int to)
+{
+#if defined(KV_REPLAY_CUDA)
+    float ms;
+    if (d->gpu) {
+        kv_cuda(cudaEventElapsedTime(&ms, b->events[from], b->events[to]), "cudaEventElapsedTime");
+        return 1e-3 * (double)ms;
+    }
+#endif
+    (void)d;
+    return b->times[to] - b->times[from];
+}
+
+/* Copies between a batch's host and device memory, which on the CPU are the same. */
+static inline void kv_device_copy(kv_device *d, void *dst, const void *src, size_t bytes, bool in)
+{
+#if defined(KV_REPLAY_CUDA)
+    if (d->gpu)
+        kv_cuda(cudaMemcpyAsync(dst, src, bytes, in ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, d->stream),
+                "cudaMemcpyAsync");
+#endif
+    (void)d, (void)dst, (void)src, (void)bytes, (void)in;
+}
+
+static inline void kv_device_done(kv_device *d, kv_batch *b)
+{
+#if defined(KV_REPLAY_CUDA)
+    const double start = kv_seconds();
+    if (d->gpu)
+        kv_cuda(cudaEventSynchronize(b->events[KV_DONE]), "cudaEventSynchronize");
+    d->waiting += kv_seconds() - start;
+#endif
+    (void)d, (void)b;
+}
+
 static inline size_t kv_device_align(size_t bytes)
 {
     return (bytes + 255) / 256 * 256;
@@ -346,11 +331,12 @@ static inline kv_batch *kv_device_next(kv_device *d)
 
 static inline void kv_device_wait(kv_device *d, kv_batch *b)
 {
-#if defined(KV_REPLAY_CUDA)
-    if (b->in_flight)
-        kv_cuda_finish(d, b);
-#endif
-    (void)d, (void)b;
+    if (!b->in_flight)
+        return;
+    b->in_flight = false;
+    kv_device_done(d, b);
+    *(b->gathered ? &d->gather : &d->store) += kv_device_elapsed(d, b, KV_ARRIVED, KV_MOVED);
+    d->copies += kv_device_elapsed(d, b, KV_BEGUN, KV_ARRIVED) + kv_device_elapsed(d, b, KV_MOVED, KV_DONE);
 }
 
 /* Slots, K rows and V rows follow each other, so that one copy moves them all. */
@@ -372,43 +358,43 @@ static inline void kv_device_layout(const kv_device *d, kv_batch *b, size_t coun
 static inline void kv_device_move(kv_device *d, kv_batch *b, const kvprim_store_desc *store,
                                   const kvprim_gather_desc *gather)
 {
-    b->gathered = !store;
-#if defined(KV_REPLAY_CUDA)
-    if (d->gpu) {
-        kv_cuda_move(d, b, store, gather);
-        return;
-    }
-#endif
-    const double start = kv_seconds();
+    const kv_place *const host = &b->host, *const device = &b->device;
+    kv_device_record(d, b, KV_BEGUN);
+    kv_device_copy(d, device->memory, host->memory, b->slots_bytes + (store ? b->rows_bytes : 0), true);
+    kv_device_record(d, b, KV_ARRIVED);
     if (store)
-        kv_check(kvprim_store(store));
+        KV_CALL(d, store, store);
     for (int v = 0; v < 2 && !store; v++)
-        kv_check(kvprim_gather(&gather[v]));
-    *(store ? &d->store : &d->gather) += kv_seconds() - start;
+        KV_CALL(d, gather, &gather[v]);
+    kv_device_record(d, b, KV_MOVED);
+    if (!store)
+        kv_device_copy(d, host->memory + b->slots_bytes, device->memory + b->slots_bytes, b->rows_bytes, false);
+    kv_device_record(d, b, KV_DONE);
+    b->gathered = !store, b->in_flight = true;
 }
 
 /* Moves pages between the cache and d->host. The indices are host memory. Adds to *seconds what that took: on a GPU, by
    its own clock. */
 static inline void kv_device_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
 {
-#if defined(KV_REPLAY_CUDA)
-    if (d->gpu) {
-        kv_cuda_transfer(d, desc, seconds);
-        return;
-    }
-#endif
-    const double start = kv_seconds();
-    (void)d;
-    kv_check(kvprim_transfer(desc));
-    *seconds += kv_seconds() - start;
+    kv_batch *const b = &d->batches[KV_BATCHES_MAX];
+    kv_device_record(d, b, KV_BEGUN);
+    KV_CALL(d, transfer, desc);
+    kv_device_record(d, b, KV_DONE);
+    kv_device_done(d, b);
+    *seconds += kv_device_elapsed(d, b, KV_BEGUN, KV_DONE);
 }
 
 /* Returns the number of slots outside the cache so far, after waiting for all work in flight. */
 static inline uint32_t kv_device_rejected(kv_device *d)
 {
 #if defined(KV_REPLAY_CUDA)
-    if (d->gpu)
-        return kv_cuda_rejected(d);
+    uint32_t rejected;
+    if (d->gpu) {
+        kv_cuda(cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
+        kv_cuda(cudaMemcpy(&rejected, d->rejected, sizeof rejected, cudaMemcpyDeviceToHost), "cudaMemcpy");
+        return rejected;
+    }
 #endif
     return *d->rejected;
 }

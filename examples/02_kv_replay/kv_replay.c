@@ -30,7 +30,7 @@
 #define _GNU_SOURCE /* O_DIRECT */
 #endif
 #if !defined(_DEFAULT_SOURCE)
-#define _DEFAULT_SOURCE /* clock_gettime, getrusage, preadv, sysconf under -std=c11 */
+#define _DEFAULT_SOURCE /* clock_gettime, preadv, sysconf under -std=c11 */
 #endif
 #define KVPRIM_CORE_IMPLEMENTATION /* kvprim.h alone; nvcc compiles kvprim_cuda.cuh */
 #include "kvprim.h"
@@ -39,10 +39,6 @@
 #include "kv_tiers.h"
 #include "kv_trace.h"
 #include <inttypes.h>
-
-#if !defined(_WIN32)
-#include <sys/resource.h>
-#endif
 
 enum { EXIT_MISMATCH = 1 };
 
@@ -61,14 +57,15 @@ typedef struct options {
     bool kv_bytes_given;
 } options;
 
-typedef struct option_number {
+/* With a number from min to max, or, if max is 0, with a text. */
+typedef struct option {
     const char *name;
-    size_t offset; /* of the uint64_t in options */
+    size_t offset; /* of the uint64_t, or const char *, in options */
     uint64_t preset, min, max;
     const char *help;
-} option_number;
+} option;
 
-static const option_number option_numbers[] = {
+static const option option_table[] = {
     {"--kv-bytes", offsetof(options, kv_bytes), 256, 2, 1 << 24,
      "bytes of a token in one layer, K and V together; unless given, halved until it fits"},
     {"--page", offsetof(options, page), 16, 1, 1 << 20, "tokens in a page"},
@@ -83,8 +80,13 @@ static const option_number option_numbers[] = {
     {"--requests", offsetof(options, requests), 0, 0, UINT64_MAX, "replay only the first N; 0: all"},
     {"--verify", offsetof(options, verify), 1, 0, 1, "0: gather the rows but do not compare them"},
     {"--seed", offsetof(options, seed), 1, 0, UINT64_MAX, "seed of the tokens and rows"},
+    {"--device", offsetof(options, device), 0, 0, 0,
+     "cpu or cuda: holds the cache and moves its rows (default: cuda if there is a GPU)"},
+    {"--disk-file", offsetof(options, disk_file), 0, 0, 0,
+     "for --disk-slots; must not exist, and is gone afterwards (default: in $TMPDIR or /tmp)"},
+    {"--text", offsetof(options, texts), 0, 0, 0, "a file: adds a request whose tokens are its bytes; may be repeated"},
 };
-enum { OPTION_NUMBERS = sizeof option_numbers / sizeof option_numbers[0] };
+static const option *const option_end = option_table + sizeof option_table / sizeof *option_table;
 
 static void print_help(void)
 {
@@ -92,18 +94,16 @@ static void print_help(void)
         "usage: 02_kv_replay [options] [TRACE]\n\n"
         "Replays the requests of TRACE (Mooncake JSON lines; -: standard input), then those of --text, against a KV\n"
         "cache.\n\n");
-    for (int i = 0; i < OPTION_NUMBERS; i++)
-        printf("  %-16s N %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
-               option_numbers[i].preset);
-    printf(
-        "  --device D         cpu or cuda: holds the cache and moves its rows (default: cuda if there is a GPU)\n"
-        "  --disk-file FILE   for --disk-slots; must not exist, and is gone afterwards (default: in $TMPDIR or /tmp)\n"
-        "  --text FILE        adds a request whose tokens are the file's bytes; may be repeated\n"
-        "  --help             this text\n\n"
-        "Exit status: 0 all rows are right, 1 some rows are wrong, 2 bad input, no such device or out of memory.\n");
+    for (const option *row = option_table; row < option_end; row++)
+        if (row->max)
+            printf("  %-16s N %s (%" PRIu64 ")\n", row->name, row->help, row->preset);
+        else
+            printf("  %-16s   %s\n", row->name, row->help);
+    printf("  --help             this text\n\n"
+           "Exit status: 0 all rows are right, 1 some rows are wrong, 2 bad input, no such device or out of memory.\n");
 }
 
-static void set_number(options *o, const option_number *number, const char *text)
+static void set_number(options *o, const option *row, const char *text)
 {
     uint64_t value = 0;
     bool ok = *text != '\0';
@@ -112,38 +112,32 @@ static void set_number(options *o, const option_number *number, const char *text
         ok = d <= 9 && value <= (UINT64_MAX - d) / 10;
         value = value * 10 + d;
     }
-    if (!ok || value < number->min || value > number->max)
-        kv_die("%s is '%s', not a number from %" PRIu64 " to %" PRIu64, number->name, text, number->min, number->max);
-    memcpy((char *)o + number->offset, &value, sizeof value);
-    o->kv_bytes_given = o->kv_bytes_given || number->offset == offsetof(options, kv_bytes);
+    if (!ok || value < row->min || value > row->max)
+        kv_die("%s is '%s', not a number from %" PRIu64 " to %" PRIu64, row->name, text, row->min, row->max);
+    memcpy((char *)o + row->offset, &value, sizeof value);
+    o->kv_bytes_given = o->kv_bytes_given || row->offset == offsetof(options, kv_bytes);
 }
 
 /* Sets the option at argv[*i] to its value, which is "=value" or the next argument. */
 static void set_option(options *o, char **argv, int *i)
 {
     char *const name = argv[*i], *const equals = strchr(name, '=');
-    const option_number *number = option_numbers;
+    const option *row = option_table;
     if (equals)
         *equals = '\0';
-    while (number < option_numbers + OPTION_NUMBERS && strcmp(number->name, name) != 0)
-        number++;
-    const bool is_number = number < option_numbers + OPTION_NUMBERS, device = strcmp(name, "--device") == 0;
-    const bool disk_file = strcmp(name, "--disk-file") == 0, text = strcmp(name, "--text") == 0;
-    if (!is_number && !device && !disk_file && !text)
+    while (row < option_end && strcmp(row->name, name) != 0)
+        row++;
+    if (row == option_end)
         kv_die("unknown option %s (see --help)", name);
     const char *const value = equals ? equals + 1 : argv[++*i];
     if (!value)
         kv_die("%s needs a value", name);
-    if (device && strcmp(value, "cpu") != 0 && strcmp(value, "cuda") != 0)
-        kv_die("--device is '%s', neither cpu nor cuda", value);
-    if (disk_file && !*value)
-        kv_die("--disk-file is empty");
-    if (is_number)
-        set_number(o, number, value);
-    else if (text)
+    if (row->max)
+        set_number(o, row, value);
+    else if (row->offset == offsetof(options, texts))
         o->texts[o->text_count++] = value;
     else
-        *(device ? &o->device : &o->disk_file) = value;
+        memcpy((char *)o + row->offset, &value, sizeof value);
 }
 
 static void check_options(const options *o)
@@ -164,6 +158,10 @@ static void check_options(const options *o)
             kv_die("%s %" PRIu64 " without --slots: a cache with room for all sends nothing there", tiers[i].name,
                    slots);
     }
+    if (o->device && strcmp(o->device, "cpu") != 0 && strcmp(o->device, "cuda") != 0)
+        kv_die("--device is '%s', neither cpu nor cuda", o->device);
+    if (o->disk_file && !*o->disk_file)
+        kv_die("--disk-file is empty");
     if (o->disk_file && !o->disk_slots)
         kv_die("--disk-file %s without --disk-slots", o->disk_file);
 }
@@ -171,8 +169,9 @@ static void check_options(const options *o)
 static void parse_options(options *o, int argc, char **argv)
 {
     o->texts = (const char **)kv_allocate((size_t)argc, sizeof *o->texts);
-    for (int k = 0; k < OPTION_NUMBERS; k++)
-        memcpy((char *)o + option_numbers[k].offset, &option_numbers[k].preset, sizeof option_numbers[k].preset);
+    for (const option *row = option_table; row < option_end; row++)
+        if (row->max)
+            memcpy((char *)o + row->offset, &row->preset, sizeof row->preset);
     for (int i = 1; i < argc; i++) {
         if (argv[i][0] == '-' && argv[i][1] != '\0')
             set_option(o, argv, &i);
@@ -761,21 +760,6 @@ static void print_times(const replay *r)
                gpu ? "   making tokens and rows, launches, comparing" : "   making tokens and rows, comparing");
 }
 
-static void print_peak_memory(void)
-{
-#if !defined(_WIN32)
-    struct rusage usage;
-    if (getrusage(RUSAGE_SELF, &usage) != 0)
-        return;
-#if defined(__APPLE__)
-    const double unit = 1e-9;
-#else
-    const double unit = 1024e-9;
-#endif
-    printf("%-18s %18.3f GB resident\n", "peak memory", unit * (double)usage.ru_maxrss);
-#endif
-}
-
 static void print_table(const replay *r)
 {
     const totals *const t = &r->t;
@@ -795,7 +779,6 @@ static void print_table(const replay *r)
     print_count("rows verified", t->verified_rows, "   %s", r->o.verify ? "" : "--verify 0");
     print_count("rows rejected", t->rejected, "");
     print_count("mismatches", t->mismatched_rows, "");
-    print_peak_memory();
     printf("%-18s %18s\n", "prefix compare", kvprim_isa());
 }
 

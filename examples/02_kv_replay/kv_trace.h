@@ -5,8 +5,8 @@
 
    The timestamp is in ms, lengths are in tokens. There is one id per block of 512 input tokens; the last block may be
    partial. Equal ids mean equal blocks with equal history. Keys may come in any order; without "timestamp" it is 0, the
-   others are required. Unknown keys may hold any JSON value and are skipped, as are blank lines and a byte order mark
-   of UTF-8 before the first line. Everything else is refused, with the line's number. */
+   others are required. Unknown keys may hold any JSON value and are skipped by their brackets, as are blank lines and a byte
+   order mark of UTF-8 before the first line. Everything else is refused, with the line's number. */
 #ifndef KV_TRACE_H
 #define KV_TRACE_H
 
@@ -19,9 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KV_TRACE_BLOCK 512                  /* tokens */
-#define KV_TRACE_LINE_MAX ((size_t)1 << 20) /* bytes; longer lines are refused */
-#define KV_TRACE_DEPTH_MAX 32               /* nested values under unknown keys */
+#define KV_TRACE_BLOCK 512 /* tokens */
 
 typedef struct kv_trace_request {
     int64_t timestamp, input_length, output_length;
@@ -32,7 +30,7 @@ typedef struct kv_trace_request {
 typedef struct kv_trace { /* zero-initialise */
     kv_trace_request *requests;
     int64_t *ids; /* of all requests, one after another */
-    size_t count, capacity, id_count, id_capacity;
+    size_t count, id_count;
     size_t error_line; /* the line that was refused; 0: the whole file */
     char error[96];
 } kv_trace;
@@ -74,20 +72,9 @@ static inline bool kv_trace__take(kv_trace__cursor *c, char byte)
     return true;
 }
 
-/* Calls item() for each of the values between two brackets, which commas separate. */
-static inline bool kv_trace__list(kv_trace__cursor *c, bool object, bool (*item)(kv_trace__cursor *c, void *state),
-                                  void *state)
+static inline bool kv_trace__expect(kv_trace__cursor *c, char byte, const char *what)
 {
-    const char close = object ? '}' : ']';
-    if (!kv_trace__take(c, object ? '{' : '['))
-        return kv_trace__fail(c, object ? "expected '{'" : "expected '['");
-    if (kv_trace__take(c, close))
-        return true;
-    do {
-        if (!item(c, state))
-            return false;
-    } while (kv_trace__take(c, ','));
-    return kv_trace__take(c, close) || kv_trace__fail(c, object ? "expected ',' or '}'" : "expected ',' or ']'");
+    return kv_trace__take(c, byte) || kv_trace__fail(c, what);
 }
 
 /* Skips a string. What lies between the quotes, with escapes as written, is then in c->at[-1 - *size .. -1). */
@@ -136,91 +123,70 @@ static inline bool kv_trace__count(kv_trace__cursor *c, int64_t *value)
     return true;
 }
 
-static inline bool kv_trace__skip_member(kv_trace__cursor *c, void *depth);
-
-/* Skips any value. *depth (an int) is how deep it is nested. A number may be any row of a number's characters. */
-static inline bool kv_trace__skip(kv_trace__cursor *c, void *depth)
+/* Skips any value: as far as its brackets go. What is between them need only be made of JSON's words and signs. */
+static inline bool kv_trace__skip(kv_trace__cursor *c)
 {
-    static const char *const words[] = {"true", "false", "null"};
-    const int byte = kv_trace__peek(c);
-    int deeper = *(const int *)depth + 1;
-    size_t size;
-    if ((byte == '{' || byte == '[') && deeper > KV_TRACE_DEPTH_MAX)
-        return kv_trace__fail(c, "nested too deep");
-    if (byte == '{' || byte == '[')
-        return kv_trace__list(c, byte == '{', byte == '{' ? kv_trace__skip_member : kv_trace__skip, &deeper);
-    if (byte == '"')
-        return kv_trace__string(c, &size);
-    if (byte == '-' || isdigit(byte)) {
-        while (kv_trace__peek(c) > 0 && strchr("+-.0123456789Ee", kv_trace__peek(c)))
-            c->at++;
-        return true;
-    }
-    for (int i = 0; i < 3; i++) {
-        size = strlen(words[i]);
-        if ((size_t)(c->end - c->at) >= size && memcmp(c->at, words[i], size) == 0) {
-            c->at += size;
-            return true;
+    size_t depth = 0, size;
+    do {
+        const char *const begin = c->at;
+        if (kv_trace__peek(c) == '"') {
+            if (!kv_trace__string(c, &size))
+                return false;
+        } else if (kv_trace__take(c, '{') || kv_trace__take(c, '[')) {
+            depth++;
+        } else if (depth && (kv_trace__take(c, '}') || kv_trace__take(c, ']'))) {
+            depth--;
+        } else if (!depth || !(kv_trace__take(c, ',') || kv_trace__take(c, ':'))) {
+            while (isalnum(kv_trace__peek(c)) || (kv_trace__peek(c) > 0 && strchr("+-.", kv_trace__peek(c))))
+                c->at++;
+            if (c->at == begin)
+                return kv_trace__fail(c, "expected a value");
         }
-    }
-    return kv_trace__fail(c, "expected a value");
-}
-
-static inline bool kv_trace__skip_member(kv_trace__cursor *c, void *depth)
-{
-    size_t size;
-    if (!kv_trace__string(c, &size))
-        return false;
-    return kv_trace__take(c, ':') ? kv_trace__skip(c, depth) : kv_trace__fail(c, "expected ':'");
+        kv_trace__space(c);
+    } while (depth > 0);
+    return true;
 }
 
 /* ---- one request ------------------------------------------------------------------------------------------------- */
 
 static const char *const kv_trace__keys[] = {"timestamp", "input_length", "output_length", "hash_ids"};
 
-typedef struct kv_trace__line {
-    kv_trace_request *out;
-    int64_t *ids;
-    unsigned seen; /* bit k: key k of kv_trace__keys has been read */
-} kv_trace__line;
-
-static inline bool kv_trace__id(kv_trace__cursor *c, void *state)
+/* Reads one "key": value of the request. Bit k of *seen: key k has been read. */
+static inline bool kv_trace__member(kv_trace__cursor *c, kv_trace_request *out, int64_t *ids, unsigned *seen)
 {
-    kv_trace__line *const line = (kv_trace__line *)state;
-    return kv_trace__count(c, &line->ids[line->out->id_count++]);
-}
-
-/* Reads one "key": value of the request. */
-static inline bool kv_trace__member(kv_trace__cursor *c, void *state)
-{
-    kv_trace__line *const line = (kv_trace__line *)state;
-    int64_t *const counts[] = {&line->out->timestamp, &line->out->input_length, &line->out->output_length};
+    int64_t *const counts[] = {&out->timestamp, &out->input_length, &out->output_length};
     const char *const start = c->at;
     size_t size;
     unsigned k = 0;
-    int depth = 0;
     if (!kv_trace__string(c, &size))
         return false;
     while (k < 4 && (strlen(kv_trace__keys[k]) != size || memcmp(kv_trace__keys[k], start + 1, size) != 0))
         k++;
-    if (k < 4 && (line->seen & 1u << k)) {
+    if (k < 4 && (*seen & 1u << k)) {
         c->at = start;
         return kv_trace__fail(c, "key given twice");
     }
-    if (!kv_trace__take(c, ':'))
-        return kv_trace__fail(c, "expected ':'");
-    line->seen |= 1u << k;
-    if (k < 3)
-        return kv_trace__count(c, counts[k]);
-    return k == 3 ? kv_trace__list(c, false, kv_trace__id, line) : kv_trace__skip(c, &depth);
+    *seen |= 1u << k;
+    if (!kv_trace__expect(c, ':', "expected ':'"))
+        return false;
+    if (k != 3)
+        return k < 3 ? kv_trace__count(c, counts[k]) : kv_trace__skip(c);
+    if (!kv_trace__expect(c, '[', "expected '['"))
+        return false;
+    if (kv_trace__take(c, ']'))
+        return true;
+    do {
+        if (!kv_trace__count(c, &ids[out->id_count++]))
+            return false;
+    } while (kv_trace__take(c, ','));
+    return kv_trace__expect(c, ']', "expected ',' or ']'");
 }
 
-static inline bool kv_trace__complete(kv_trace__cursor *c, const kv_trace__line *line)
+static inline bool kv_trace__complete(kv_trace__cursor *c, const kv_trace_request *request, unsigned seen)
 {
-    const kv_trace_request *const request = line->out;
     const uint64_t blocks = ((uint64_t)request->input_length + KV_TRACE_BLOCK - 1) / KV_TRACE_BLOCK;
     unsigned k = 1;
-    while (k < 4 && (line->seen & 1u << k))
+    while (k < 4 && (seen & 1u << k))
         k++;
     if (k < 4)
         snprintf(c->error, c->error_size, "no \"%s\"", kv_trace__keys[k]);
@@ -241,10 +207,18 @@ static inline bool kv_trace_parse(const char *line, size_t size, kv_trace_reques
                                   size_t error_size)
 {
     kv_trace__cursor c = {line, line, line + size, error, error_size};
-    kv_trace__line state = {out, ids, 0};
-    if (!kv_trace__list(&c, true, kv_trace__member, &state))
+    unsigned seen = 0;
+    if (!kv_trace__expect(&c, '{', "expected '{'"))
         return false;
-    return c.at == c.end ? kv_trace__complete(&c, &state) : kv_trace__fail(&c, "text after the request");
+    if (!kv_trace__take(&c, '}')) {
+        do {
+            if (!kv_trace__member(&c, out, ids, &seen))
+                return false;
+        } while (kv_trace__take(&c, ','));
+        if (!kv_trace__expect(&c, '}', "expected ',' or '}'"))
+            return false;
+    }
+    return c.at == c.end ? kv_trace__complete(&c, out, seen) : kv_trace__fail(&c, "text after the request");
 }
 
 /* ---- the file ---------------------------------------------------------------------------------------------------- */
@@ -256,44 +230,36 @@ static inline bool kv_trace__refuse(kv_trace *trace, size_t line, const char *wh
     return false;
 }
 
-/* Makes room for `more` elements after `count`. Returns NULL if memory runs out; `old` then stays as it is. */
-static inline void *kv_trace__grow(void *old, size_t count, size_t more, size_t *capacity, size_t element)
+/* Adds the requests in the lines of text[0 .. size), which needs no terminator. Fails as kv_trace_read. */
+static inline bool kv_trace_add(kv_trace *trace, const char *text, size_t size)
 {
-    if (more <= *capacity - count)
-        return old;
-    if (*capacity > SIZE_MAX / element / 2 - more)
-        return NULL;
-    void *const bigger = realloc(old, (*capacity * 2 + more) * element);
-    if (bigger)
-        *capacity = *capacity * 2 + more;
-    return bigger;
-}
-
-/* Adds the request in line[0 .. size), which needs no terminator; a blank line adds none. Before line 1 a byte order
-   mark is skipped. Fails as kv_trace_read. */
-static inline bool kv_trace_add_line(kv_trace *trace, const char *line, size_t size, size_t number)
-{
-    if (number == 1 && size >= 3 && memcmp(line, "\xef\xbb\xbf", 3) == 0)
-        line += 3, size -= 3;
-    kv_trace__cursor c = {line, line, line + size, NULL, 0};
-    kv_trace__space(&c);
-    if (c.at == c.end)
-        return true;
-
-    void *const requests = kv_trace__grow(trace->requests, trace->count, 1, &trace->capacity, sizeof *trace->requests);
+    const char *const end = text + size;
+    size_t lines = 1, number = 0;
+    for (const char *c = text; c < end; c++)
+        lines += *c == '\n';
+    void *const requests = realloc(trace->requests, (trace->count + lines) * sizeof *trace->requests);
     trace->requests = requests ? (kv_trace_request *)requests : trace->requests;
-    void *const ids =
-        kv_trace__grow(trace->ids, trace->id_count, size / 2 + 1, &trace->id_capacity, sizeof *trace->ids);
+    void *const ids = realloc(trace->ids, (trace->id_count + size / 2 + 1) * sizeof *trace->ids);
     trace->ids = ids ? (int64_t *)ids : trace->ids;
     if (!requests || !ids)
-        return kv_trace__refuse(trace, number, "out of memory", NULL);
-
-    kv_trace_request request = {.first_id = trace->id_count, .line = number};
-    trace->error_line = number;
-    if (!kv_trace_parse(line, size, &request, trace->ids + trace->id_count, trace->error, sizeof trace->error))
-        return false;
-    trace->requests[trace->count++] = request;
-    trace->id_count += request.id_count;
+        return kv_trace__refuse(trace, 0, "out of memory", NULL);
+    if (size >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0)
+        text += 3;
+    for (const char *newline; text < end; text = newline + 1) {
+        newline = (const char *)memchr(text, '\n', (size_t)(end - text));
+        newline = newline ? newline : end;
+        kv_trace_request request = {.first_id = trace->id_count, .line = ++number};
+        kv_trace__cursor c = {text, text, newline, NULL, 0};
+        kv_trace__space(&c);
+        if (c.at == newline)
+            continue;
+        trace->error_line = number;
+        if (!kv_trace_parse(text, (size_t)(newline - text), &request, trace->ids + trace->id_count, trace->error,
+                            sizeof trace->error))
+            return false;
+        trace->requests[trace->count++] = request;
+        trace->id_count += request.id_count;
+    }
     return true;
 }
 
@@ -327,17 +293,9 @@ static inline char *kv_trace_load(kv_trace *trace, const char *path, size_t *siz
 static inline bool kv_trace_read(kv_trace *trace, const char *path)
 {
     const size_t before = trace->count;
-    size_t size, number = 0;
+    size_t size;
     char *const bytes = kv_trace_load(trace, path, &size);
-    bool ok = bytes != NULL;
-    for (size_t begin = 0, end; ok && begin < size; begin = end + 1) {
-        const char *const newline = (const char *)memchr(bytes + begin, '\n', size - begin);
-        end = newline ? (size_t)(newline - bytes) : size;
-        number++;
-        ok = end - begin <= KV_TRACE_LINE_MAX
-                 ? kv_trace_add_line(trace, bytes + begin, end - begin, number)
-                 : kv_trace__refuse(trace, number, "longer than 1 MiB, the limit for a line", NULL);
-    }
+    bool ok = bytes && kv_trace_add(trace, bytes, size);
     free(bytes);
     if (ok && trace->count == before)
         ok = kv_trace__refuse(trace, 0, "holds no request", NULL);

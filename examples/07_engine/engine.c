@@ -329,32 +329,19 @@ static void make_embedding(void)
         }
 }
 
-static void usage(FILE *to, int code)
-{
-    fprintf(to,
-            "usage: engine [--gpus N] [--steps N]\n\n"
-            "    --gpus N    1 to %d; default: all there are, up to %d\n"
-            "    --steps N   tokens that each sequence gets (%ld)\n"
-            "    --help      this\n",
-            max_gpus, max_gpus, steps);
-    exit(code);
-}
-
 static void parse(int argc, char **argv)
 {
     for (int i = 1; i < argc; i += 2) {
         const bool gpus = strcmp(argv[i], "--gpus") == 0;
         const long most = gpus ? max_gpus : 1000000;
         char *end = NULL;
-        if (strcmp(argv[i], "--help") == 0)
-            usage(stdout, 0);
-        if (!gpus && strcmp(argv[i], "--steps") != 0) {
-            fprintf(stderr, "engine: no option %s\n", argv[i]);
-            usage(stderr, 2);
-        }
         const long number = argv[i + 1] ? strtol(argv[i + 1], &end, 10) : 0;
-        if (number < 1 || number > most || *end) {
-            fprintf(stderr, "engine: %s takes a number from 1 to %ld\n", argv[i], most);
+        if ((!gpus && strcmp(argv[i], "--steps") != 0) || number < 1 || number > most || *end) {
+            fprintf(stderr,
+                    "usage: engine [--gpus N] [--steps N]\n\n"
+                    "    --gpus N    1 to %d; default: all there are, up to %d\n"
+                    "    --steps N   tokens that each sequence gets, up to 1000000 (%ld)\n",
+                    max_gpus, max_gpus, steps);
             exit(2);
         }
         *(gpus ? &gpus_wanted : &steps) = number;

@@ -3,16 +3,15 @@
    uses 16-byte loads, cp.async (sm_80 and newer) and cp.async.bulk (sm_90 and newer), with many numbers and sizes of
    blocks and bytes in flight, from HBM (cold) and from L2 (warm). Then it measures the way to the lowest tier of a KV
    cache: pinned host memory to a temporary file and back. The program sums everything it reads and compares everything
-   it copies. The kernels are in bandwidth_kernels.cuh, the disk is in bandwidth_disk.h; plot.py draws the table.
+   it copies. The kernels are in bandwidth_kernels.cuh, the disk is in bandwidth_disk.h.
 
        nvcc -arch=native -O3 examples/09_bandwidth/bandwidth.cu -o 09_bandwidth && ./09_bandwidth
 
    --disk FOLDER says where the file is to be ($TMPDIR or /tmp), and --disk-mib N how large (1024; 0: no file). The file
    has no name after it is opened, so it is gone however the program ends. */
+#include "../gpu.cuh"
 #include "bandwidth_disk.h"
 #include "bandwidth_kernels.cuh"
-#include <stdlib.h>
-#include <string.h>
 
 /* The sweep has blocks of 64 to 1024 threads, 1 to 16 blocks per SM, and 16 to 256 bytes in flight per thread. The
    product of the three is the number of bytes in flight per SM. */
@@ -47,14 +46,6 @@ static struct {
     cudaEvent_t begin, end;
 } g;
 
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
 /* ---- measuring --------------------------------------------------------------------------------------------------- */
 
 static uint64_t in_flight(const run *r) /* per SM */
@@ -82,9 +73,8 @@ static int fits(const run *r)
     int blocks = 0;
     if (shared_bytes(r) + bulk_stages * sizeof(uint64_t) > g.device.sharedMemPerBlockOptin)
         return 0;
-    cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernels[r->method][r->to][r->depth], r->threads,
-                                                       shared_bytes(r)),
-         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    CU(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernels[r->method][r->to][r->depth], r->threads,
+                                                     shared_bytes(r)));
     return blocks >= r->blocks;
 }
 
@@ -94,7 +84,7 @@ static void launch(const run *r, uint64_t set, int region)
     const uint64_t offset = set == g.region ? (uint64_t)region * g.region : 0;
     job j = {};
     if (r->method == copy) {
-        cuda(cudaMemcpyAsync(g.dst + offset, g.src + offset, g.region, cudaMemcpyDeviceToDevice, g.stream), "copy");
+        CU(cudaMemcpyAsync(g.dst + offset, g.src + offset, g.region, cudaMemcpyDeviceToDevice, g.stream));
         return;
     }
     j.src = (const uint4 *)(g.src + offset);
@@ -104,7 +94,7 @@ static void launch(const run *r, uint64_t set, int region)
     j.stage = (uint32_t)((r->threads << r->depth) / bulk_stages);
     j.sums = g.sums;
     kernels[r->method][r->to][r->depth]<<<r->blocks * r->sms, r->threads, shared_bytes(r), g.stream>>>(j);
-    cuda(cudaGetLastError(), method_names[r->method]);
+    CU(cudaGetLastError());
 }
 
 /* Checks the sums of what was read, or one region of what was copied. Ends the program if they are wrong. */
@@ -115,11 +105,10 @@ static void verify(const run *r, uint64_t set, int rounds_measured)
              sum = 0;
     unsigned long long wrong;
     find_wrong<<<1024, 256, 0, g.stream>>>((const uint32_t *)g.dst, first, r->to == to_hbm ? set / 4 : 0, g.wrong);
-    cuda(cudaGetLastError(), "find_wrong");
-    cuda(cudaMemcpyAsync(&wrong, g.wrong, sizeof wrong, cudaMemcpyDeviceToHost, g.stream), "cudaMemcpyAsync");
-    cuda(cudaMemcpyAsync(g.found, g.sums, g.sums_count * sizeof *g.sums, cudaMemcpyDeviceToHost, g.stream),
-         "cudaMemcpyAsync");
-    cuda(cudaStreamSynchronize(g.stream), method_names[r->method]);
+    CU(cudaGetLastError());
+    CU(cudaMemcpyAsync(&wrong, g.wrong, sizeof wrong, cudaMemcpyDeviceToHost, g.stream));
+    CU(cudaMemcpyAsync(g.found, g.sums, g.sums_count * sizeof *g.sums, cudaMemcpyDeviceToHost, g.stream));
+    CU(cudaStreamSynchronize(g.stream));
     for (size_t i = 0; i < g.sums_count; i++)
         sum += g.found[i];
     expected *= r->to == to_shared ? (uint32_t)rounds_measured : 0;
@@ -144,18 +133,18 @@ static double measure(const run *r, uint64_t set)
     const uint64_t poisoned = set == g.region ? (regions - 1) * g.region : 0;
     float ms[rounds], all_ms = 0;
     int n = 0;
-    cuda(cudaMemsetAsync(g.sums, 0, g.sums_count * sizeof *g.sums, g.stream), "cudaMemsetAsync");
-    cuda(cudaMemsetAsync(g.wrong, 0xff, sizeof *g.wrong, g.stream), "cudaMemsetAsync");
+    CU(cudaMemsetAsync(g.sums, 0, g.sums_count * sizeof *g.sums, g.stream));
+    CU(cudaMemsetAsync(g.wrong, 0xff, sizeof *g.wrong, g.stream));
     if (r->to == to_hbm)
-        cuda(cudaMemsetAsync(g.dst + poisoned, 0xee, set, g.stream), "cudaMemsetAsync");
+        CU(cudaMemsetAsync(g.dst + poisoned, 0xee, set, g.stream));
     while (n < rounds && all_ms < 10) { /* slow runs take fewer rounds */
         launch(r, set, regions - 1);
-        cuda(cudaEventRecord(g.begin, g.stream), "cudaEventRecord");
+        CU(cudaEventRecord(g.begin, g.stream));
         for (int region = 0; region < regions - 1; region++)
             launch(r, set, region);
-        cuda(cudaEventRecord(g.end, g.stream), "cudaEventRecord");
-        cuda(cudaEventSynchronize(g.end), method_names[r->method]);
-        cuda(cudaEventElapsedTime(&ms[n], g.begin, g.end), "cudaEventElapsedTime");
+        CU(cudaEventRecord(g.end, g.stream));
+        CU(cudaEventSynchronize(g.end));
+        CU(cudaEventElapsedTime(&ms[n], g.begin, g.end));
         all_ms += ms[n++];
     }
     verify(r, set, n);
@@ -178,22 +167,22 @@ static void sweep(void)
     }
 }
 
-/* Returns the fastest run (for sign -1, the slowest) of this method, threads per block, blocks per SM and bytes in
-   flight per SM. A method of -1 and numbers of 0 mean any. Returns NULL if there is no such run. */
-static const run *extreme(int sign, int to, int temperature, int method, int threads, int blocks, uint64_t bytes)
+/* Returns the fastest run (for sign -1, the slowest) of this method, blocks per SM and bytes in flight per SM. A method
+   of -1 and numbers of 0 mean any. Returns NULL if there is no such run. */
+static const run *extreme(int sign, int to, int temperature, int method, int blocks, uint64_t bytes)
 {
     const run *found = NULL;
     for (const run *r = runs; r < runs + runs_count; r++)
         if (r->to == to && r->temperature == temperature && (method < 0 || r->method == method) &&
-            (threads == 0 || r->threads == threads) && (blocks == 0 || r->blocks == blocks) &&
-            (bytes == 0 || in_flight(r) == bytes) && (!found || sign * r->gbs > sign * found->gbs))
+            (blocks == 0 || r->blocks == blocks) && (bytes == 0 || in_flight(r) == bytes) &&
+            (!found || sign * r->gbs > sign * found->gbs))
             found = r;
     return found;
 }
 
 static const run *best(int to, int temperature, int method, uint64_t bytes)
 {
-    return extreme(1, to, temperature, method, 0, 0, bytes);
+    return extreme(1, to, temperature, method, 0, bytes);
 }
 
 /* Returns the number of bytes in flight per SM that reaches `gbs` cold, interpolated linearly between measured points;
@@ -240,44 +229,10 @@ static void print_best(int to)
     }
 }
 
-static void print_cache(void)
-{
-    const run *const r = best(to_shared, cold, -1, 0);
-    printf("\nHow does the benchmark exclude the cache?\n"
-           "  Launches read %d regions of %llu MiB in turn, each byte once: %.1f times the L2 (%.4g MiB) is read\n"
-           "  before a byte is read again. Loads bypass L1. A smaller set, read repeatedly, shows the cache (%s):\n",
-           regions, (unsigned long long)g.region >> 20, (double)(regions - 1) * (double)g.region / (double)g.l2,
-           (double)g.l2 / 1048576, method_names[r->method]);
-    for (uint64_t set = g.warm_set; set < g.region; set *= 2)
-        printf("    %8.4g MiB  %6.0f GB/s\n", (double)set / 1048576, measure(r, set));
-    printf("    cold          %6.0f GB/s", r->gbs);
-    if (g.peak > 0)
-        printf(", %.1f %% of the datasheet%s", 100 * r->gbs / g.peak,
-               r->gbs > g.peak ? ": MORE THAN THE MEMORY HAS, so a cache helped" : ", which only a cache could exceed");
-    printf("\n");
-}
-
-static void print_blocks_of(int method)
-{
-    enum { depth = 2 };
-    printf("  %-14s", method_names[method]);
-    for (int blocks = 1; blocks < 1 << numbers; blocks *= 2)
-        printf("%5d per SM", blocks);
-    for (int threads = threads_min; threads < threads_min << sizes; threads *= 2) {
-        printf("\n%8d threads", threads);
-        for (int blocks = 1; blocks < 1 << numbers; blocks *= 2) {
-            const uint64_t bytes = (uint64_t)blocks * (uint64_t)threads * (16u << depth);
-            const run *const r = extreme(1, to_shared, cold, method, threads, blocks, bytes);
-            r ? printf("%12.0f", r->gbs) : printf("%12s", "-");
-        }
-    }
-    printf("\n");
-}
-
 static void print_same_bytes(int method, uint64_t bytes)
 {
     const run *const fast = best(to_shared, cold, method, bytes);
-    const run *const slow = extreme(-1, to_shared, cold, method, 0, 0, bytes);
+    const run *const slow = extreme(-1, to_shared, cold, method, 0, bytes);
     if (fast)
         printf("    %-13s  %s  %6.0f GB/s at best, %s  %6.0f at worst: %.2f\n", method_names[method], described(fast),
                fast->gbs, described(slow), slow->gbs, slow->gbs / fast->gbs);
@@ -285,7 +240,7 @@ static void print_same_bytes(int method, uint64_t bytes)
 
 static void print_few_blocks(int method)
 {
-    const run *const alone = extreme(1, to_shared, cold, method, 0, 1, 0);
+    const run *const alone = extreme(1, to_shared, cold, method, 1, 0);
     const int sms = g.device.multiProcessorCount;
     if (!alone)
         return;
@@ -304,13 +259,10 @@ static void print_blocks(void)
     uint64_t bytes = bytes_min;
     while ((double)bytes < enough)
         bytes *= 2;
-    printf("\nHow do the number and the size of blocks matter?\n"
-           "  HBM to shared memory, cold, 64 bytes in flight per thread, GB/s:\n");
-    for (int m = 0; m < methods; m++)
-        if (g.has[m])
-            print_blocks_of(m);
-    printf("  The same %llu KB in flight per SM, with different numbers, sizes and depths:\n",
-           (unsigned long long)bytes >> 10);
+    printf(
+        "\nHow do the number and the size of blocks matter?\n"
+        "  HBM to shared memory, cold, the same %llu KB in flight per SM, with different numbers, sizes and depths:\n",
+        (unsigned long long)bytes >> 10);
     for (int m = 0; m < methods; m++)
         print_same_bytes(m, bytes);
     printf("  If the ratio is near 1, only the product counts: bytes in flight per SM.\n"
@@ -340,15 +292,10 @@ static void print_in_flight(void)
 /* Prints the GPU, and its peak by the datasheet: memory clock x 2 (double data rate) x bus width. */
 static void open_gpu(void)
 {
-    int devices = 0, khz, bits;
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
-        exit(1);
-    }
-    cuda(cudaGetDeviceProperties(&g.device, 0), "cudaGetDeviceProperties");
-    cuda(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, 0), "cudaDeviceGetAttribute");
-    cuda(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, 0), "cudaDeviceGetAttribute");
+    int khz, bits;
+    CU(cudaGetDeviceProperties(&g.device, 0));
+    CU(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, 0));
+    CU(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, 0));
     printf("%s, %d SMs, compute capability %d.%d, %.4g MiB of L2\n", g.device.name, g.device.multiProcessorCount,
            g.device.major, g.device.minor, g.device.l2CacheSize / 1048576.0);
     g.peak = 1e-6 * khz * 2 * bits / 8;
@@ -356,9 +303,7 @@ static void open_gpu(void)
         printf("datasheet: %.0f MHz x 2 (double data rate) x %d bits = %.0f GB/s\n", 1e-3 * khz, bits, g.peak);
     else
         printf("datasheet: the driver does not report the memory's clock or bus width, so there is no comparison\n");
-    cuda(cudaStreamCreateWithFlags(&g.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    cuda(cudaEventCreate(&g.begin), "cudaEventCreate");
-    cuda(cudaEventCreate(&g.end), "cudaEventCreate");
+    g.stream = new_stream(), g.begin = new_event(), g.end = new_event();
 }
 
 /* A method needs a GPU that has it, and a program compiled for such a GPU. */
@@ -369,16 +314,14 @@ static void open_methods(void)
         const int m = k / destinations / depths, capability = 10 * g.device.major + g.device.minor;
         const void *const code = (const void *)kernels[m][k / depths % destinations][k % depths];
         cudaFuncAttributes a;
-        cuda(cudaFuncGetAttributes(&a, code), "cudaFuncGetAttributes");
+        CU(cudaFuncGetAttributes(&a, code));
         g.has[m] = capability >= needed[m] && a.ptxVersion >= needed[m];
         if (!g.has[m] && k % (destinations * depths) == 0)
             printf("skipped: %s, which needs compute capability %.1f (the GPU has %.1f, the program is for %.1f)\n",
                    method_names[m], needed[m] / 10.0, capability / 10.0, a.ptxVersion / 10.0);
-        cuda(cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  (int)(g.device.sharedMemPerBlockOptin - a.sharedSizeBytes)),
-             "cudaFuncSetAttribute");
-        cuda(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-             "cudaFuncSetAttribute");
+        CU(cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                (int)(g.device.sharedMemPerBlockOptin - a.sharedSizeBytes)));
+        CU(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     }
 }
 
@@ -392,7 +335,7 @@ static void open_memory(void)
     g.l2 = g.device.l2CacheSize > 0 ? (uint64_t)g.device.l2CacheSize : 1 << 20;
     for (g.region = 128 << 20; g.region < 8 * g.l2;)
         g.region *= 2;
-    cuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    CU(cudaMemGetInfo(&free_bytes, &total_bytes));
     while (2 * regions * g.region > free_bytes / 2 && g.region > tile_max)
         g.region /= 2;
     for (g.warm_set = tile_max; 2 * g.warm_set <= g.l2 / 4 && 2 * g.warm_set < g.region;)
@@ -401,109 +344,77 @@ static void open_memory(void)
         printf("only %zu MiB of GPU memory are free: the cache would be measured\n", free_bytes >> 20);
         exit(1);
     }
-    printf("cold: %d regions of %llu MiB in turn; warm: %.4g MiB, repeatedly\n", regions,
-           (unsigned long long)g.region >> 20, (double)g.warm_set / 1048576);
-    cuda(cudaMalloc(&g.src, regions * g.region), "cudaMalloc");
-    cuda(cudaMalloc(&g.dst, regions * g.region), "cudaMalloc");
+    printf("cold: %d regions of %llu MiB in turn, so %.1f times the L2 is read before a byte is read again; warm: %.4g "
+           "MiB, repeatedly\n",
+           regions, (unsigned long long)g.region >> 20, (double)(regions - 1) * (double)g.region / (double)g.l2,
+           (double)g.warm_set / 1048576);
+    CU(cudaMalloc(&g.src, regions * g.region));
+    CU(cudaMalloc(&g.dst, regions * g.region));
     g.sums_count = (size_t)g.device.multiProcessorCount * (size_t)g.device.maxThreadsPerMultiProcessor / 32;
-    cuda(cudaMalloc(&g.sums, g.sums_count * sizeof *g.sums), "cudaMalloc");
-    cuda(cudaMallocHost(&g.found, g.sums_count * sizeof *g.found), "cudaMallocHost");
-    cuda(cudaMalloc(&g.wrong, sizeof *g.wrong), "cudaMalloc");
+    CU(cudaMalloc(&g.sums, g.sums_count * sizeof *g.sums));
+    CU(cudaMallocHost(&g.found, g.sums_count * sizeof *g.found));
+    CU(cudaMalloc(&g.wrong, sizeof *g.wrong));
     fill<<<1024, 256, 0, g.stream>>>((uint32_t *)g.src, regions * g.region / 4);
-    cuda(cudaGetLastError(), "fill");
-    cuda(cudaStreamSynchronize(g.stream), "fill");
+    CU(cudaGetLastError());
+    CU(cudaStreamSynchronize(g.stream));
 }
 
 /* ---- the disk ---------------------------------------------------------------------------------------------------- */
 
 enum { disk_block_mib = 16, disk_mib_max = 1 << 24 };
 
-static bandwidth_disk disk;
-
-/* A folder that the user has named must do. The usual one need not: then the table says why. */
-static int open_disk(const char *folder, uint64_t mib)
+/* Returns the exit code. A folder that the user has named must do; of the usual one the table says why it does not. */
+static int print_disk(const char *folder, uint64_t mib)
 {
-    disk.block_bytes = (size_t)disk_block_mib << 20;
-    disk.bytes = mib << 20;
-    if (mib == 0 || kv_disk_open(&disk.file, NULL, folder, disk.bytes))
-        return 0;
-    if (folder)
-        fprintf(stderr, "09_bandwidth: %s\n", disk.file.error);
-    return folder ? 2 : 0;
-}
-
-static int print_disk(void)
-{
-    if (disk.bytes == 0)
-        return 0;
+    bandwidth_disk d = {};
+    d.block_bytes = (size_t)disk_block_mib << 20, d.bytes = mib << 20;
     printf("\nPinned host memory and disk, GB/s\n");
-    if (!disk.file.path[0]) {
-        printf("  skipped: %s\n", disk.file.error);
-        return 0;
+    if (mib == 0 || !kv_disk_open(&d.file, NULL, folder, d.bytes)) {
+        printf("  skipped: %s\n", mib == 0 ? "--disk-mib 0" : d.file.error);
+        return mib && folder ? 2 : 0;
     }
-    cuda(cudaMallocHost(&disk.block, disk.block_bytes), "cudaMallocHost");
-    const bool direct = disk.file.direct, ok = bandwidth_disk_measure(&disk);
+    CU(cudaMallocHost(&d.block, d.block_bytes));
+    const bool direct = d.file.direct, ok = bandwidth_disk_measure(&d);
     if (ok)
         printf("  write %6.2f   expected of an SSD: about 0.5\n"
                "  read  %6.2f   expected of an SSD: 2 to 5\n"
                "  %llu MiB in %s, %d MiB a call, one call at a time, %s; all bytes compared\n",
-               disk.write_gbs, disk.read_gbs, (unsigned long long)disk.bytes >> 20, disk.file.path, disk_block_mib,
-               disk.file.direct ? "past the page cache (O_DIRECT)"
-               : direct         ? "through the page cache: the file system refused O_DIRECT"
-                                : "through the page cache: the file system has no O_DIRECT");
+               d.write_gbs, d.read_gbs, (unsigned long long)mib, d.file.path, disk_block_mib,
+               d.file.direct ? "past the page cache (O_DIRECT)"
+               : direct      ? "through the page cache: the file system refused O_DIRECT"
+                             : "through the page cache: the file system has no O_DIRECT");
     else
-        printf("  FAILED: %s\n", disk.file.error);
-    kv_disk_close(&disk.file);
-    (void)cudaFreeHost(disk.block);
+        printf("  FAILED: %s\n", d.file.error);
+    kv_disk_close(&d.file);
     return !ok;
 }
 
 /* ---- arguments --------------------------------------------------------------------------------------------------- */
 
-static int usage(const char *what, const char *argument)
-{
-    if (what)
-        fprintf(stderr, "09_bandwidth: %s %s\n", what, argument);
-    fprintf(
-        what ? stderr : stdout,
-        "usage: 09_bandwidth [--disk FOLDER] [--disk-mib N]\n\n"
-        "Measures how fast a GPU's memory moves. Takes seconds. Writes a temporary file of N MiB (1024; 0: none) to\n"
-        "FOLDER ($TMPDIR or /tmp), a multiple of %d, and reads it back.\n",
-        disk_block_mib);
-    return what ? 2 : 0;
-}
-
-/* Returns the exit code if the program is not to run, else -1. */
-static int parse_arguments(int argc, char **argv, const char **folder, uint64_t *mib)
-{
-    for (int i = 1; i < argc; i += 2) {
-        const bool is_mib = strcmp(argv[i], "--disk-mib") == 0;
-        char *end;
-        if (strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0)
-            return usage(NULL, NULL);
-        if (!is_mib && strcmp(argv[i], "--disk") != 0)
-            return usage("unknown argument", argv[i]);
-        if (i + 1 == argc)
-            return usage("nothing after", argv[i]);
-        if (!is_mib) {
-            *folder = argv[i + 1];
-            continue;
-        }
-        *mib = strtoull(argv[i + 1], &end, 10);
-        if (end == argv[i + 1] || *end || *mib > disk_mib_max || *mib % disk_block_mib)
-            return usage("--disk-mib takes a multiple of 16 from 0 to 16777216, not", argv[i + 1]);
-    }
-    return -1;
-}
+static const char usage[] =
+    "usage: 09_bandwidth [--disk FOLDER] [--disk-mib N]\n\n"
+    "Measures how fast a GPU's memory moves. Takes seconds. Writes a temporary file of N MiB (1024; 0: none) to\n"
+    "FOLDER ($TMPDIR or /tmp), a multiple of 16, and reads it back.\n";
 
 int main(int argc, char **argv)
 {
     const run copying = {copy, to_hbm, cold, 0, 0, 0, 0, 0};
     const char *folder = NULL;
     uint64_t disk_mib = 1024;
-    int code = parse_arguments(argc, argv, &folder, &disk_mib);
-    if (code >= 0 || (code = open_disk(folder, disk_mib)) != 0)
-        return code;
+    for (int i = 1; i < argc; i += 2) {
+        char *end = argv[i];
+        if (strcmp(argv[i], "--disk") == 0 && i + 1 < argc)
+            folder = argv[i + 1];
+        else if (strcmp(argv[i], "--disk-mib") == 0 && i + 1 < argc)
+            disk_mib = strtoull(argv[i + 1], &end, 10);
+        else
+            return fputs(usage, stderr), 2;
+        if (*end && end != argv[i])
+            return fputs(usage, stderr), 2;
+    }
+    if (disk_mib > disk_mib_max || disk_mib % disk_block_mib)
+        return fputs(usage, stderr), 2;
+    need_gpu();
     open_gpu();
     open_methods();
     open_memory();
@@ -513,8 +424,7 @@ int main(int argc, char **argv)
     sweep();
     print_best(to_shared);
     print_best(to_hbm);
-    print_cache();
     print_blocks();
     print_in_flight();
-    return print_disk();
+    return print_disk(folder, disk_mib);
 }

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: MIT */
 /* Shows in a trace where the time goes, and why KV caches are preallocated. A decode loop runs twice: over a cache that
    concatenates (each token takes a new buffer and copies the old rows), and over a cache that stores rows into slots.
-   The program records through CUPTI what the GPU does, and prints for both the answers that one looks for in a trace.
+   The program records through CUPTI what the GPU does, and compares both; answers.py says what one looks for in such a
+   trace.
 
-       nvcc -arch=native -I. examples/10_trace/trace.cu -lcupti -o 10_trace && ./10_trace
+       nvcc -arch=native -I. examples/10_trace/trace.cu -lcupti -o 10_trace && ./10_trace --out trace.json
+       python3 examples/10_trace/answers.py trace.json --range 'storing cache' --out for_perfetto.json
 
-   With --out FILE it writes the trace for ui.perfetto.dev. With the name of a trace file it answers the same questions
-   about that, and compares two (--help); trace_file.c is that part alone, without CUDA. sql/ asks them in SQL:
-   `trace_processor_shell -q sql/6_gaps.sql trace.json`. If cupti.h is not found, add -I and -L for include and lib64
-   under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches hold the same rows in the
-   end, and that the trace has every launch and byte once. The two caches take half a GB of the GPU's memory. */
+   Without --out it writes no file. answers.py reads traces of torch and nsys, too, and compares two (--help). sql/ asks
+   the same in SQL: `trace_processor_shell -q sql/6_gaps.sql for_perfetto.json`. If cupti.h is not found, add -I and -L
+   for include and lib64 under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches
+   hold the same rows in the end, and that the trace has every launch and byte once. The two caches take half a GB of
+   the GPU's memory. */
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
+#include "../gpu.cuh"
 #include "cupti_trace.h"
-#include "costs.h"
-#include "trace_files.h"
-#include <cuda_runtime.h>
 
 /* Each layer has rows of 2 KB for K and V. A run has a prompt, a few tokens that load the kernels, and the tokens that
    are recorded. */
@@ -24,22 +24,6 @@ enum { layers = 24, batch = 4, row_bytes = 2048, row_words = row_bytes / 4, voca
 enum { prompt = 512, unrecorded = 2, steps = 64, most = prompt + unrecorded + steps, slots = most * batch };
 enum { attention_words = 128, attention_splits = 16 };
 static const char *const kvprim_kernels = "kvpc_"; /* begins the names of kernels of kvprim_cuda.cuh */
-
-static void cuda(cudaError_t error, const char *what)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("%s: %s\n", what, cudaGetErrorString(error));
-    exit(1);
-}
-
-static void kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
-}
 
 /* ---- the model ----
 
@@ -109,7 +93,7 @@ static struct {
 
 static void copy(void *to, const void *from, size_t bytes, cudaMemcpyKind direction)
 {
-    cuda(cudaMemcpyAsync(to, from, bytes, direction, s.stream), "cudaMemcpyAsync");
+    CU(cudaMemcpyAsync(to, from, bytes, direction, s.stream));
 }
 
 /* A dynamic cache allocates memory for more tokens, and copies the old rows and the new ones into it. */
@@ -117,10 +101,10 @@ static void concatenate(uint32_t **rows, int old_tokens, const uint32_t *new_row
 {
     const size_t old_bytes = (size_t)old_tokens * batch * row_bytes, new_bytes = (size_t)new_tokens * batch * row_bytes;
     void *bigger;
-    cuda(cudaMallocAsync(&bigger, old_bytes + new_bytes, s.stream), "cudaMallocAsync");
+    CU(cudaMallocAsync(&bigger, old_bytes + new_bytes, s.stream));
     if (old_tokens) {
         copy(bigger, *rows, old_bytes, cudaMemcpyDeviceToDevice);
-        cuda(cudaFreeAsync(*rows, s.stream), "cudaFreeAsync");
+        CU(cudaFreeAsync(*rows, s.stream));
     }
     copy((char *)bigger + old_bytes, new_rows, new_bytes, cudaMemcpyDeviceToDevice);
     *rows = (uint32_t *)bigger;
@@ -165,24 +149,18 @@ static void forward(kv_cache *c, int tokens)
     copy(c->slot + first, c->planned + first, (size_t)rows * sizeof *c->slot, cudaMemcpyHostToDevice);
     embed();
     for (int l = 0; l < layers; l++) {
-        cost_begin("project");
         project<<<rows * row_words / 256, 256, 0, s.stream>>>(s.k_new, s.v_new, s.hidden, l, first, rows);
-        cost_end();
-        cost_begin("cache");
         if (c->stores)
             store(c, l, tokens);
         else {
             concatenate(&c->k[l], c->tokens, s.k_new, tokens);
             concatenate(&c->v[l], c->tokens, s.v_new, tokens);
         }
-        cost_end();
-        cost_begin("attend");
         attend<<<dim3(row_words / attention_words, batch, attention_splits), attention_words, 0, s.stream>>>(
             s.hidden, c->k[l], c->v[l], c->slot, c->tokens + tokens);
-        cost_end();
     }
     sample<<<1, batch, 0, s.stream>>>(s.token, s.hidden);
-    cuda(cudaGetLastError(), "launch");
+    CU(cudaGetLastError());
     copy(c->history + first * row_words, s.hidden, batch * row_bytes, cudaMemcpyDeviceToDevice);
     copy(c->sampled + first, s.token, batch * sizeof *s.token, cudaMemcpyDeviceToHost);
     c->tokens += tokens;
@@ -191,12 +169,12 @@ static void forward(kv_cache *c, int tokens)
 /* Runs the prompt and the first steps, which load the kernels. */
 static void begin(kv_cache *c)
 {
-    cuda(cudaMemsetAsync(s.token, 0, batch * sizeof *s.token, s.stream), "cudaMemsetAsync");
+    CU(cudaMemsetAsync(s.token, 0, batch * sizeof *s.token, s.stream));
     c->tokens = 0;
     forward(c, prompt);
     for (int i = 0; i < unrecorded; i++)
         forward(c, 1);
-    cuda(cudaDeviceSynchronize(), "before recording");
+    CU(cudaDeviceSynchronize());
 }
 
 /* Runs prompt and steps, and records the last `steps` steps as the next phase of the trace. Returns the number of
@@ -211,33 +189,9 @@ static size_t decode(kv_cache *c)
         forward(c, 1);
         nvtxRangePop();
     }
-    cuda(cudaDeviceSynchronize(), "decode");
+    CU(cudaDeviceSynchronize());
     nvtxRangePop();
     return cupti_trace_stop();
-}
-
-/* ---- what recording costs ---- */
-
-static kv_cache caches[2];
-
-/* Runs the last steps of the storing cache, again if they have run. */
-static void storing_steps(void)
-{
-    caches[1].tokens = prompt + unrecorded;
-    for (int i = 0; i < steps; i++)
-        forward(&caches[1], 1);
-}
-
-/* Records into a trace that is thrown away. */
-static void record(int on)
-{
-    static trace scrap;
-    if (on)
-        cupti_trace_start(&scrap);
-    else {
-        (void)cupti_trace_stop();
-        trace_free(&scrap);
-    }
 }
 
 /* ---- the checks ---- */
@@ -251,8 +205,8 @@ static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
     int wrong = memcmp(concatenating->sampled, storing->sampled, slots * sizeof *storing->sampled) != 0;
     for (int l = 0; l < layers; l++) {
         for (int c = 0; c < 2; c++) {
-            cuda(cudaMemcpy(k[c], both[c]->k[l], sizeof k[c], cudaMemcpyDeviceToHost), "reading back");
-            cuda(cudaMemcpy(v[c], both[c]->v[l], sizeof v[c], cudaMemcpyDeviceToHost), "reading back");
+            CU(cudaMemcpy(k[c], both[c]->k[l], sizeof k[c], cudaMemcpyDeviceToHost));
+            CU(cudaMemcpy(v[c], both[c]->v[l], sizeof v[c], cudaMemcpyDeviceToHost));
         }
         for (int row = 0; row < slots; row++) {
             const int at = storing->planned[row];
@@ -263,14 +217,14 @@ static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
         }
     }
     for (int c = 0; c < 2; c++)
-        cuda(cudaMemcpy(k[c], both[c]->history, sizeof k[c], cudaMemcpyDeviceToHost), "reading back");
+        CU(cudaMemcpy(k[c], both[c]->history, sizeof k[c], cudaMemcpyDeviceToHost));
     return wrong + (memcmp(k[0], k[1], sizeof k[0]) != 0);
 }
 
 /* Returns 1 unless the trace has exactly this many events of the family, with this many bytes in total. */
 static int miscounted(int phase, trace_kind kind, const char *family, int64_t count, int64_t bytes)
 {
-    const trace_entry got = trace_family(&s.recorded, phase, kind, family);
+    const trace_sum got = trace_family(&s.recorded, phase, kind, family);
     if ((int64_t)got.count == count && (int64_t)got.bytes == bytes)
         return 0;
     printf("phase %d, %s: %lld launched, %lld bytes; recorded: %llu, %llu bytes\n", phase, family, (long long)count,
@@ -305,17 +259,17 @@ static int miscounts(const kv_cache *c, int phase)
 static kv_cache new_cache(const char *title, int stores)
 {
     kv_cache c = {title, stores, 0, NULL, NULL, {}, {}, NULL, NULL};
-    cuda(cudaMallocHost(&c.planned, slots * sizeof *c.planned), "cudaMallocHost");
-    cuda(cudaMallocHost(&c.sampled, slots * sizeof *c.sampled), "cudaMallocHost");
-    cuda(cudaMalloc(&c.slot, slots * sizeof *c.slot), "cudaMalloc");
-    cuda(cudaMalloc(&c.history, slots * row_bytes), "cudaMalloc");
-    cuda(cudaMemset(c.history, 0, slots * row_bytes), "cudaMemset");
+    CU(cudaMallocHost(&c.planned, slots * sizeof *c.planned));
+    CU(cudaMallocHost(&c.sampled, slots * sizeof *c.sampled));
+    CU(cudaMalloc(&c.slot, slots * sizeof *c.slot));
+    CU(cudaMalloc(&c.history, slots * row_bytes));
+    CU(cudaMemset(c.history, 0, slots * row_bytes));
     memset(c.sampled, 0, slots * sizeof *c.sampled);
     for (int row = 0; row < slots; row++) /* scattered slots, or consecutive ones */
         c.planned[row] = stores ? row * 1607 % slots : row;
     for (int l = 0; l < layers && stores; l++) {
-        cuda(cudaMalloc(&c.k[l], (size_t)slots * row_bytes), "cudaMalloc");
-        cuda(cudaMalloc(&c.v[l], (size_t)slots * row_bytes), "cudaMalloc");
+        CU(cudaMalloc(&c.k[l], (size_t)slots * row_bytes));
+        CU(cudaMalloc(&c.v[l], (size_t)slots * row_bytes));
     }
     return c;
 }
@@ -327,23 +281,21 @@ static void set_up(void)
     int device, pools;
     cudaMemPool_t pool;
     uint64_t keep = UINT64_MAX;
-    cuda(cudaGetDevice(&device), "cudaGetDevice");
-    cuda(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device), "cudaDeviceGetAttribute");
+    CU(cudaGetDevice(&device));
+    CU(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device));
     if (!pools) {
         printf("this program needs cudaMallocAsync, which this device or driver lacks\n");
         exit(1);
     }
-    cuda(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
-    cuda(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
+    CU(cudaDeviceGetDefaultMemPool(&pool, device));
+    CU(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
     for (uint32_t i = 0; i < vocabulary * row_words; i++)
         embedding[i] = mixed(i);
-    cuda(cudaMalloc(&s.embedding, sizeof embedding), "cudaMalloc");
-    cuda(cudaMemcpy(s.embedding, embedding, sizeof embedding, cudaMemcpyHostToDevice), "cudaMemcpy");
-    cuda(cudaMalloc(&s.hidden, batch * row_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&s.k_new, (size_t)prompt * batch * row_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&s.v_new, (size_t)prompt * batch * row_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&s.token, batch * sizeof *s.token), "cudaMalloc");
-    cuda(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    s.embedding = on_device(vocabulary * row_words, embedding);
+    s.hidden = on_device<uint32_t>(batch * row_words), s.token = on_device<int32_t>(batch);
+    s.k_new = on_device<uint32_t>(prompt * batch * row_words);
+    s.v_new = on_device<uint32_t>(prompt * batch * row_words);
+    CU(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking));
 }
 
 static void print_row(const char *what, int digits, double concatenating, double storing)
@@ -355,10 +307,10 @@ static void print_row(const char *what, int digits, double concatenating, double
    phase that does only that with copies, or with kvprim's kernels, is subtracted from the other. */
 static void print_lesson(void)
 {
-    const trace_entry old_copies = trace_family(&s.recorded, 1, TRACE_COPY, "Memcpy DtoD");
-    const trace_entry history = trace_family(&s.recorded, 2, TRACE_COPY, "Memcpy DtoD");
-    const trace_entry gathers = trace_family(&s.recorded, 1, TRACE_KERNEL, kvprim_kernels);
-    const trace_entry moves = trace_family(&s.recorded, 2, TRACE_KERNEL, kvprim_kernels);
+    const trace_sum old_copies = trace_family(&s.recorded, 1, TRACE_COPY, "Memcpy DtoD");
+    const trace_sum history = trace_family(&s.recorded, 2, TRACE_COPY, "Memcpy DtoD");
+    const trace_sum gathers = trace_family(&s.recorded, 1, TRACE_KERNEL, kvprim_kernels);
+    const trace_sum moves = trace_family(&s.recorded, 2, TRACE_KERNEL, kvprim_kernels);
     const double stores = (double)moves.count - (double)gathers.count;
     const double attended_ms[2] = {1e-6 * (double)trace_family(&s.recorded, 1, TRACE_KERNEL, "attend").ns,
                                    1e-6 * (double)trace_family(&s.recorded, 2, TRACE_KERNEL, "attend").ns};
@@ -377,65 +329,41 @@ static void print_lesson(void)
            "over the cache, and all except the newest were last touched a step ago.\n\n");
 }
 
-/* Prints the phase's answers and checks its counts. Returns the number of faults. */
-static int report(const kv_cache *c, int phase, size_t missing)
-{
-    trace_questions questions = trace_usual_questions;
-    questions.family = kvprim_kernels;
-    questions.top = 10;
-    printf("%s== %s\n", phase > 1 ? "\n" : "", c->title);
-    trace_report(&s.recorded, phase, &questions);
-    if (missing)
-        printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
-    return (missing != 0) + miscounts(c, phase);
-}
-
 /* Records both caches, and writes the trace if `out` is not NULL. Returns the exit code. */
 static int record_caches(const char *out)
 {
     int wrong = 0;
-    size_t missing[2];
     set_up();
-    caches[0] = new_cache("concatenating cache", 0);
-    caches[1] = new_cache("storing cache", 1);
-    cuda(cudaDeviceSynchronize(), "filling device memory"); /* s.stream does not wait for it */
-    begin(&caches[1]);
-    (void)cost_of(COST_NOTHING, storing_steps);
-    const cost first = cost_of(COST_NOTHING, storing_steps);
-    for (int c = 0; c < 2; c++)
-        missing[c] = decode(&caches[c]);
-    (void)trace_project(&s.recorded, NULL);
-    for (int c = 0; c < 2; c++)
-        wrong += report(&caches[c], c + 1, missing[c]);
+    kv_cache caches[2] = {new_cache("concatenating cache", 0), new_cache("storing cache", 1)};
+    CU(cudaDeviceSynchronize()); /* s.stream does not wait for it */
+    for (int c = 0; c < 2; c++) {
+        const size_t missing = decode(&caches[c]);
+        if (missing)
+            printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
+        wrong += (missing != 0) + miscounts(&caches[c], c + 1);
+    }
     print_lesson();
     const int rows = wrong_rows(&caches[0], &caches[1]);
     printf("%d rows of the two caches compared, %d wrong; %severy launch and byte is in the trace, once\n",
            2 * layers * slots, rows, wrong ? "NOT " : "");
-    cost_table(storing_steps, 3 * layers * steps, record, &first);
     if (out && trace_write(&s.recorded, out) != 0) {
         perror(out);
         return 1;
     }
     if (out)
-        printf("%zu events in %s, for ui.perfetto.dev\n", s.recorded.count, out);
+        printf("%zu events in %s; python3 examples/10_trace/answers.py answers questions about them\n",
+               s.recorded.events.size(), out);
     return wrong || rows;
 }
 
 int main(int argc, char **argv)
 {
-    int devices = 0;
-    const bool records = argc == 1 || (argc == 3 && strcmp(argv[1], "--out") == 0);
-    const bool help = argc == 2 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0);
-    if (help)
-        printf("usage: 10_trace [--out FILE]\n\nRecords two ways to keep a KV cache, prints where the time goes and "
-               "what recording costs, and writes the\ntrace for ui.perfetto.dev. Or reads traces:\n\n");
-    if (!records)
-        return trace_files("10_trace", argc, argv);
-    const cudaError_t found = cudaGetDeviceCount(&devices);
-    if (found != cudaSuccess) {
-        printf("this program needs a CUDA device: %s; with the name of a trace it needs none\n",
-               cudaGetErrorString(found));
-        return 1;
+    if (argc != 1 && (argc != 3 || strcmp(argv[1], "--out") != 0)) {
+        fprintf(stderr,
+                "usage: 10_trace [--out FILE]\n\nRecords two ways to keep a KV cache, prints what they take, and "
+                "writes the trace.\n");
+        return 2;
     }
+    need_gpu();
     return record_caches(argc == 3 ? argv[2] : NULL);
 }

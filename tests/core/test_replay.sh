@@ -118,7 +118,7 @@ same_figures() {
     for device in cpu cuda; do
         runs "$name" 0 "device=$device,mismatches=0,rows rejected=0" "$trace" "$@" --device $device &&
             silent "$name" || return
-        awk '/^(device|time in|peak memory)/ { next }
+        awk '/^(device|time in)/ { next }
             { note = substr($0, 38); print substr($0, 1, 37) (note ~ /(B\/s| M\/s| s)$/ ? "" : note) }' out >$device
     done
     case "$*" in *--disk-slots*) lines=21 ;; *) lines=12 ;; esac
@@ -316,10 +316,6 @@ helps -h
 
 # ---- what the format allows
 request='{"timestamp": 0, "input_length": 513, "output_length": 0, "hash_ids": [7, 8]}'
-pad() { # BYTES: a request padded with spaces to so many bytes
-    printf '%s' "$request"
-    dd if=/dev/zero bs=$(($1 - ${#request})) count=1 2>/dev/null | tr '\0' ' '
-}
 printf '%s\r\n\r\n \t\n%s' "$request" "$request" >case
 counts "CRLF, blank lines, no newline at the end" requests=2,mismatches=0 case
 printf '\357\273\277%s\n%s' "$request" "$request" >case
@@ -329,8 +325,6 @@ counts "no timestamp" requests=1,mismatches=0 case
 printf '\t{ "hash_ids" :[ 1 ,2],"x":[{"a\\u00e9\\"":[-0.5e+3,true,null,""]},{},[]],' >case
 printf '"output_length":0 , "input_length":600,"timestamp":5 }  ' >>case
 counts "any order, any space, unknown keys" requests=1,mismatches=0 case
-pad 1048576 >case
-counts "a line of 1 MiB" requests=1,mismatches=0 case
 
 # ---- bad input: exit status 2, nothing but the reason, and where
 refuses() { # NAME MESSAGE ARGUMENTS...
@@ -374,15 +368,13 @@ a leading zero|number with a leading zero|{"input_length": 05}
 an escape that is none|no such escape|{"x": "\q"}
 a string without end|the string does not end|{"x": "abc
 a tab in a string|control character in a string|{"x": "$(printf '\t')"}
-a wrong word|expected a value|{"x": nul}
-nested too deep|nested too deep|{"x": $(printf '%040d' 0 | tr 0 '[')}
+a word that is none|expected a value|{"x": ?}
+a value that does not end|expected a value|{"x": $(printf '%040d' 0 | tr 0 '[')}
 END
 printf '%s\n{"x\0": 1}\n' "$request" >case
 refuses "a byte of 0" "case:2: control character in a string" case
-{ echo "$request"; pad 1048577; echo; } >case
-refuses "a line of 1 MiB and a byte" "case:2: longer than 1 MiB" case
 { echo "$request"; dd if=/dev/zero bs=1048576 count=10 2>/dev/null | tr '\0' 1; echo; } >case
-refuses "a line of 10 MB" "case:2: longer than 1 MiB" case
+refuses "a line of 10 MB" "case:2: expected '{' at column 1" case
 : >case
 refuses "an empty trace" "case: holds no request" case
 refuses "an empty text" "case: empty" --text case

@@ -467,8 +467,8 @@ def find_nsys():
                 [place, '--version'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0:
             return place
     raise Missing('no nsys on PATH, under CUDA_HOME or in /opt/nvidia/nsight-systems: it is in Nsight Systems, package '
-                  'nsight-systems-cli or nsight-systems. build/10_trace needs only CUPTI, and answers the same '
-                  'questions')
+                  'nsight-systems-cli or nsight-systems. build/10_trace needs only CUPTI; its answers.py answers '
+                  'the same questions')
 
 
 def nsys(program):

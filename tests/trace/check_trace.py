@@ -6,7 +6,7 @@
 
 The format is documented in "Trace Event Format" (Duffield, Google): which fields an event of each phase has, and of
 which type; that flows bind to slices; that slices of one thread lie inside each other. --own also asks for what
-trace_write() of examples/10_trace promises: titles for every row, categories, and no overlapping slices.
+answers.py of examples/10_trace promises: titles for every row, categories, and no overlapping slices.
 """
 import collections
 import gzip

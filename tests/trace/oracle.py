@@ -30,6 +30,8 @@ def short(name):
 def usual(event, full_names):
     if event['cat'] in ('gpu_memcpy', 'gpu_memset'):
         return event['name'].split(' (')[0]
+    if event['cat'] in CALLS:
+        return event['name'].rstrip('0123456789').removesuffix('_v') if '_v' in event['name'] else event['name']
     return event['name'] if full_names or event['cat'] not in ('kernel', 'cuda') else short(event['name'])
 
 
@@ -64,7 +66,7 @@ def answers(path, full_names=True, family='', top=50, longer_than=None, more_tha
     small = [e for e in operations if e['ns'] < 5000]
     often = collections.Counter(e['usual'] for e in small)
     kernels = [e['ns'] for e in operations if e['cat'] in ('kernel', 'cuda') and family in e['usual']]
-    shares = list(categories) + [share for share in SHARES if share[0] not in dict(categories)]
+    shares = list(categories) + SHARES
     share = lambda name: next((label for label, words in shares if re.search(words, name, re.I)), 'other')
     listed = operations if longer_than is None else operations + calls + ranges
     first = min((e['begin'] for e in listed), default=0)
