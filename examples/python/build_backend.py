@@ -4,12 +4,13 @@
     python3 build_backend.py [FOLDER]       the package in FOLDER/kvprim (default: build/python at the top), which may
                                             be copied, and is found by PYTHONPATH=FOLDER
 
-Needs a C and a C++ compiler, Python's headers, the headers of torch 2.10 or newer (any one serves them all) and, for
-GPUs, nvcc. What the package is used with needs none of them, and another Python or torch will do. Environment:
+Needs a C and a C++ compiler, Python's headers and, for GPUs, nvcc; and, for the operators that use them, the headers of
+torch 2.10 or newer (any one serves them all) and of TVM-FFI (apache-tvm-ffi). What the package is used with needs none
+of these, and another Python or torch will do. Environment:
 
     KVPRIM_CUDA_ARCH      architectures, default "80 90 100 120", as far as nvcc knows them; "native": of the GPU here;
                           "none": for the CPU alone
-    KVPRIM_TORCH_INCLUDE  torch's headers, if not those of the torch of this Python; "none": without torch's operators
+    KVPRIM_TORCH_INCLUDE, KVPRIM_TVM_FFI_INCLUDE    headers, if not those that this Python finds; "none": without them
     NVCC, CC, CXX, CUDA_HOME
 """
 import base64
@@ -46,15 +47,14 @@ def find_nvcc():
     return os.environ.get("NVCC") or next((place for place in places if place and os.path.exists(place)), None)
 
 
-def torch_include():
-    """The headers of torch. pip hides the torch beside it from a build; a Python that ignores its settings finds it."""
-    given = os.environ.get("KVPRIM_TORCH_INCLUDE")
-    if given:
-        return None if given == "none" else given
-    code = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
-    folder = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True).stdout.strip()
-    stable = os.path.join(folder, "include/torch/csrc/stable/library.h")
-    return os.path.join(folder, "include") if folder and os.path.exists(stable) else None
+def headers_of(package, header):
+    """The folder of a package's headers. pip hides the packages beside it from a build; a Python that ignores its
+    settings finds them."""
+    given = os.environ.get(f"KVPRIM_{package.upper()}_INCLUDE")
+    code = f"import importlib.util as u; s = u.find_spec('{package}'); print(s and s.submodule_search_locations[0])"
+    folder = given or subprocess.run([sys.executable, "-I", "-c", code], capture_output=True,
+                                     text=True).stdout.strip() + "/include"
+    return folder if os.path.exists(os.path.join(folder, header)) else None
 
 
 def cuda_flags(nvcc):
@@ -108,16 +108,19 @@ def build(package):
     with tempfile.TemporaryDirectory() as scratch:
         build_library(package, scratch)
         build_module(package, scratch, "python_module.cpp", "_eager.abi3.so", sysconfig.get_path("include"), "PyInit_*")
-        torch = torch_include()
-        if torch is None:
-            print("kvprim: no headers of torch 2.10 or newer, so this has no operators for torch: install torch, or "
-                  "set KVPRIM_TORCH_INCLUDE, and build again")
-            return
-        # At run time torch's own libraries are there: an empty one of that name takes their place here.
-        run(*compiler("CXX", "c++"), "-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch.so", "-o",
-            os.path.join(scratch, "libtorch.so"))
-        build_module(package, scratch, "torch_operators.cpp", "libkvprim_torch.so", torch, "kvprim_no_symbol",
-                     "-DTORCH_TARGET_VERSION=0x020a000000000000", "-L" + scratch, "-ltorch")
+        for name, header, source, output, exports, flags in (
+                ("torch", "torch/csrc/stable/library.h", "torch_operators.cpp", "libkvprim_torch.so",
+                 "kvprim_no_symbol", ["-DTORCH_TARGET_VERSION=0x020a000000000000"]),
+                ("tvm_ffi", "tvm/ffi/function.h", "ffi_module.cpp", "libkvprim_tvm_ffi.so", "__tvm_ffi_*", [])):
+            include = headers_of(name, header)
+            if include is None:
+                print(f"kvprim: no headers of {name}, so this has no {output}: install {name}, or set "
+                      f"KVPRIM_{name.upper()}_INCLUDE, and build again")
+                continue
+            # At run time its own library is there: an empty one of that name takes its place here.
+            run(*compiler("CXX", "c++"), "-shared", "-x", "c++", "/dev/null", f"-Wl,-soname,lib{name}.so", "-o",
+                os.path.join(scratch, f"lib{name}.so"))
+            build_module(package, scratch, source, output, include, exports, *flags, "-L" + scratch, "-l" + name)
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):

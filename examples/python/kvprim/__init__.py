@@ -46,6 +46,8 @@ unless told otherwise. Safe with K and V in one tensor:
       scale caches inside their cache need this
     - calls outside of compiled graphs: these take views of one tensor as they are
 
+Without torch, but with TVM-FFI, the operators that write to given tensors take those of TVM-FFI.
+
 The package builds with `pip install examples/python` or `make wheel`, which build_backend.py describes.
 """
 import array
@@ -89,6 +91,11 @@ _WHOLE_FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_sglang": 576, "fp8_ds_mla_v4": 
 def include():
     """The folder with kvprim.h, kvprim_cuda.cuh and kvprim_nccl.h."""
     return os.path.join(_BUILT, "include")
+
+
+def ffi_library():
+    """The file that tvm_ffi.load_module() loads: src/ffi_module.cpp says how its functions are called."""
+    return os.path.join(_BUILT, "libkvprim_tvm_ffi.so")
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -167,7 +174,7 @@ def copy(dst, src):
 def unpack(dst, src, fragments):
     """For each (src_offset, dst_offset, bytes) of `fragments`, a list or a tensor [count, 3] of int64 on the CPU: those
     bytes of dst = those of src, both contiguous."""
-    if not isinstance(fragments, torch.Tensor):
+    if isinstance(fragments, (list, tuple)):
         fragments = torch.tensor(fragments, dtype=torch.int64).view(-1, 3)
     if _compiling() or not _eager.unpack(dst, src, fragments):
         ops.unpack(dst, src, fragments)
@@ -214,7 +221,7 @@ def copy_addresses(items, device="cuda"):
     """For each (src, dst, bytes) of `items`, a list or a tensor [count, 3] of int64 on the CPU: copies so many bytes
     between these addresses; zeros if src is 0."""
     device = torch.device(device)
-    if not isinstance(items, torch.Tensor):
+    if isinstance(items, (list, tuple)):
         items = torch.tensor(items, dtype=torch.int64).view(-1, 3)
     number = -1 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
     _on(device, _eager.copy_addresses, items, number)
@@ -310,9 +317,15 @@ class _Operators:
 
 try:
     import torch
-except ImportError:  # then only prefix() of lists and arrays, include() and library are of use
+except ImportError:  # then without slots_new, gather_new and lists for tensors, and on TVM-FFI's tensors
     torch = None
-if torch is not None:
+    _compiling = bool
+    try:
+        import tvm_ffi
+        _eager = tvm_ffi.load_module(ffi_library())
+    except (ImportError, OSError, RuntimeError):  # then only prefix() of lists and arrays, include() and library
+        pass
+else:
     from . import _eager
     _eager.setup(torch.Tensor, torch.nn.Parameter, torch._C._len_torch_dispatch_stack)
     _compiling, ops = torch.compiler.is_compiling, _Operators()

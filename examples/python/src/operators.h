@@ -150,35 +150,27 @@ std::string text_of(Dtype dtype)
     return dtype.code < 15 ? std::string("float8") + float8[dtype.code - 7] : "dtype " + std::to_string(dtype.code);
 }
 
-struct Device {
-    int32_t number;
-};
-
-std::string text_of(Device device)
+std::string device_name(int32_t device)
 {
-    return device.number == CPU ? "cpu" : "cuda:" + std::to_string(device.number);
+    return device == CPU ? "cpu" : "cuda:" + std::to_string(device);
 }
 
-struct Numbers {
-    const int64_t *numbers, count;
-};
-
-std::string text_of(Numbers list)
+std::string list_of(const int64_t *numbers, int64_t count)
 {
     std::string text;
-    for (int64_t i = 0; i < list.count; i++)
-        text += (i ? ", " : "") + std::to_string(list.numbers[i]);
+    for (int64_t i = 0; i < std::min(count, Tensor::most); i++)
+        text += (i ? ", " : "") + std::to_string(numbers[i]);
     return "[" + text + "]";
 }
 
-Numbers sizes_of(const Tensor &tensor)
+std::string sizes_of(const Tensor &tensor)
 {
-    return {tensor.size, std::min(tensor.dims, Tensor::most)};
+    return list_of(tensor.size, tensor.dims);
 }
 
-Numbers strides_of(const Tensor &tensor)
+std::string strides_of(const Tensor &tensor)
 {
-    return {tensor.stride, std::min(tensor.dims, Tensor::most)};
+    return list_of(tensor.stride, tensor.dims);
 }
 
 /* Throws what becomes a RuntimeError. Without streams: those crash if the compiler links a libstdc++ of its own into
@@ -201,46 +193,32 @@ void expect_ok(kvprim_status status)
 
 /* ---- arguments and calls ---- */
 
-/* The functions of CUDA's driver that pinned memory takes. The driver is in each process that uses a GPU. */
-struct Driver {
-    int (*pointer_attribute)(void *, int, uint64_t) = nullptr;
-    int (*event_create)(void **, unsigned) = nullptr;
-    int (*event_record)(void *, void *) = nullptr;
-    int (*event_query)(void *) = nullptr;
-    int (*event_destroy)(void *) = nullptr;
-    int (*is_capturing)(void *, int *) = nullptr;
-    int (*exchange_capture_mode)(int *) = nullptr;
-    int (*context_device)(int *) = nullptr;
+/* CUDA's driver, which is in each process that uses a GPU: pinned memory takes some of its functions. */
+void *driver_function(const char *name)
+{
+    void *const library = dlopen("libcuda.so.1", RTLD_LAZY), *const function = library ? dlsym(library, name) : nullptr;
+    EXPECT(function, "kvprim: libcuda.so.1 has no ", name);
+    return function;
+}
 
-    Driver()
-    {
-        void *const library = dlopen("libcuda.so.1", RTLD_LAZY);
-        const auto find = [&](auto &function, const char *name) {
-            function = reinterpret_cast<std::decay_t<decltype(function)>>(library ? dlsym(library, name) : nullptr);
-            EXPECT(function, "kvprim: libcuda.so.1 has no ", name);
-        };
-        find(pointer_attribute, "cuPointerGetAttribute");
-        find(event_create, "cuEventCreate");
-        find(event_record, "cuEventRecord");
-        find(event_query, "cuEventQuery");
-        find(event_destroy, "cuEventDestroy_v2");
-        find(is_capturing, "cuStreamIsCapturing");
-        find(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
-        find(context_device, "cuCtxGetDevice");
-    }
+template <class... Types> int call(void *function, Types... arguments)
+{
+    return reinterpret_cast<int (*)(Types...)>(function)(arguments...);
+}
 
-    bool is_pinned(const void *data) const
-    {
-        unsigned type = 0;
-        return pointer_attribute(&type, 2 /* memory type */, reinterpret_cast<uint64_t>(data)) == 0 && type != 0;
-    }
+#define DRIVER(name, ...)                                                                                              \
+    [&] {                                                                                                              \
+        static void *const function = driver_function(#name);                                                          \
+        return call(function, __VA_ARGS__);                                                                            \
+    }()
 
-    static const Driver &get()
-    {
-        static const Driver driver;
-        return driver;
-    }
-};
+bool is_pinned(const Tensor &tensor)
+{
+    unsigned type = 0;
+    const int status =
+        DRIVER(cuPointerGetAttribute, &type, 2 /* memory type */, reinterpret_cast<uint64_t>(tensor.data));
+    return status == 0 && type != 0;
+}
 
 /* Keeps pinned tensors until the GPU has done with them. torch's allocator of pinned memory does not know of our calls
    (its stable ABI cannot tell it): it would hand the memory out again as soon as the caller drops the tensor. While a
@@ -264,27 +242,26 @@ class Keeper
     /* Takes references that `release` gives back. */
     void keep(std::vector<void *> owners, void *stream)
     {
-        const Driver &driver = Driver::get();
         int capturing = 0, mode = 2; // relaxed: queries do not disturb a capture in another thread
         void *event = nullptr;
-        driver.is_capturing(stream, &capturing);
-        if (!capturing && driver.event_create(&event, 2 /* no timing */) == 0)
-            driver.event_record(event, stream);
+        DRIVER(cuStreamIsCapturing, stream, &capturing);
+        if (!capturing && DRIVER(cuEventCreate, &event, 2u /* no timing */) == 0)
+            DRIVER(cuEventRecord, event, stream);
         std::vector<Kept> done;
         {
             const std::lock_guard<std::mutex> lock(mutex);
-            driver.exchange_capture_mode(&mode);
+            DRIVER(cuThreadExchangeStreamCaptureMode, &mode);
             const auto busy = std::stable_partition(kept.begin(), kept.end(), [&](const Kept &one) {
-                return driver.event_query(one.event) != 600; // CUDA_ERROR_NOT_READY
+                return DRIVER(cuEventQuery, one.event) != 600; // CUDA_ERROR_NOT_READY
             });
-            driver.exchange_capture_mode(&mode);
+            DRIVER(cuThreadExchangeStreamCaptureMode, &mode);
             done.assign(std::make_move_iterator(kept.begin()), std::make_move_iterator(busy));
             kept.erase(kept.begin(), busy);
             (event ? kept : done).push_back({event, std::move(owners)});
         }
         for (const Kept &one : done) {
             if (one.event)
-                driver.event_destroy(one.event);
+                DRIVER(cuEventDestroy_v2, one.event);
             for (void *const owner : one.owners)
                 release(owner);
         }
@@ -340,8 +317,8 @@ class Call
 
     void takes(const char *name, const Tensor &tensor) const
     {
-        EXPECT(tensor.device == device, name, " is on ", Device{tensor.device}, ", but this call runs on ",
-               Device{device});
+        EXPECT(tensor.device == device, name, " is on ", device_name(tensor.device), ", but this call runs on ",
+               device_name(device));
     }
 
     /* A tensor of this device, or for a GPU one in pinned memory. */
@@ -351,7 +328,7 @@ class Call
             return;
         if (device == CPU || tensor.device != CPU)
             return takes(name, tensor);
-        EXPECT(Driver::get().is_pinned(tensor.data), name, " is in pageable memory, which ", Device{device},
+        EXPECT(is_pinned(tensor), name, " is in pageable memory, which ", device_name(device),
                " does not reach; use pin_memory()");
         pinned.push_back(tensor.owner);
     }
@@ -475,39 +452,37 @@ Index index_of(const char *name, const Tensor &tensor)
 
 /* ---- element types ---- */
 
-struct DtypeName {
+/* What cache_dtype may be, other than "auto". */
+struct Named {
     Text name;
     kvprim_dtype dtype;
     bool per_token_head; // computes its scales as vLLM does
+    int64_t token_bytes; // of a whole format: of a page, divided by its tokens
 };
 
-constexpr DtypeName dtype_names[] = {{"fp8", KVPRIM_F8E4M3, false},
-                                     {"fp8_e4m3", KVPRIM_F8E4M3, false},
-                                     {"fp8_e5m2", KVPRIM_F8E5M2, false},
-                                     {"int8", KVPRIM_INT8, false},
-                                     {"fp8_per_token_head", KVPRIM_F8E4M3, true},
-                                     {"int8_per_token_head", KVPRIM_INT8, true}};
+constexpr Named formats_by_name[] = {{"fp8", KVPRIM_F8E4M3, false, 0},
+                                     {"fp8_e4m3", KVPRIM_F8E4M3, false, 0},
+                                     {"fp8_e5m2", KVPRIM_F8E5M2, false, 0},
+                                     {"int8", KVPRIM_INT8, false, 0},
+                                     {"fp8_per_token_head", KVPRIM_F8E4M3, true, 0},
+                                     {"int8_per_token_head", KVPRIM_INT8, true, 0},
+                                     {"fp8_ds_mla", KVPRIM_F8E4M3, false, 656},
+                                     {"fp8_ds_mla_sglang", KVPRIM_F8E4M3, false, 656},
+                                     {"fp8_ds_mla_v4", KVPRIM_F8E4M3, false, 584},
+                                     {"fp8_indexer", KVPRIM_F8E4M3, false, 132},
+                                     {"fp8_indexer_ue8m0", KVPRIM_F8E4M3, false, 132}};
 
-struct PresetName {
-    Text name;
-    int64_t token_bytes; // of a page, divided by its tokens
-};
-
-constexpr PresetName preset_names[] = {{"fp8_ds_mla", 656},
-                                       {"fp8_ds_mla_sglang", 656},
-                                       {"fp8_ds_mla_v4", 584},
-                                       {"fp8_indexer", 132},
-                                       {"fp8_indexer_ue8m0", 132}};
-
-template <class Names> const Names *find(const Names *begin, const Names *end, Text name)
+const Named *format_named(Text name)
 {
-    const Names *const found = std::find_if(begin, end, [&](const Names &one) { return one.name == name; });
-    return found == end ? nullptr : found;
+    const auto found = std::find_if(std::begin(formats_by_name), std::end(formats_by_name),
+                                    [&](const Named &one) { return one.name == name; });
+    return name == "auto" || found == std::end(formats_by_name) ? nullptr : found;
 }
 
-const PresetName *preset_named(Text cache_dtype)
+const Named *preset_named(Text name)
 {
-    return cache_dtype == "auto" ? nullptr : find(std::begin(preset_names), std::end(preset_names), cache_dtype);
+    const Named *const named = format_named(name);
+    return named && named->token_bytes ? named : nullptr;
 }
 
 kvprim_dtype dtype_of(const char *name, Dtype dtype)
@@ -529,11 +504,13 @@ kvprim_format format_of(const char *name, const Tensor &tensor, Text dtype)
         format.dtype = dtype_of(name, tensor.dtype);
         return format;
     }
-    const DtypeName *const named = find(std::begin(dtype_names), std::end(dtype_names), dtype);
-    EXPECT(named, "the dtype of ", name, " is \"", dtype,
-           "\", not \"auto\", \"fp8\", \"fp8_e4m3\", \"fp8_e5m2\", \"int8\", \"fp8_per_token_head\", "
-           "\"int8_per_token_head\", \"fp8_ds_mla\", \"fp8_ds_mla_sglang\", \"fp8_ds_mla_v4\", \"fp8_indexer\" or "
-           "\"fp8_indexer_ue8m0\"");
+    const Named *const named = format_named(dtype);
+    if (!named || named->token_bytes) {
+        std::string names = "\"auto\"";
+        for (const Named &one : formats_by_name)
+            names += ", \"" + text_of(one.name) + "\"";
+        refuse("the dtype of ", name, " is \"", dtype, "\", not one of ", names);
+    }
     EXPECT(tensor.dtype == UINT8 || dtype_of(name, tensor.dtype) == named->dtype, name, " is ", tensor.dtype,
            ", which does not hold \"", dtype, "\"");
     format.dtype = named->dtype;
@@ -615,7 +592,7 @@ int64_t row_bytes(const Rows &dst, const Rows &src, const Tensor &src_tensor)
 }
 
 /* A cache in a whole format: the tables of what it quantises (K) and of what it copies (V). */
-void find_preset(kvprim_preset &preset, const PresetName &named, const char *name, const Tensor &cache, Layout layout)
+void find_preset(kvprim_preset &preset, const Named &named, const char *name, const Tensor &cache, Layout layout)
 {
     const int64_t dims = layout == Layout::rows ? 2 : 3, page_rows = dims == 3 && cache.dims == 3 ? cache.size[1] : 1;
     EXPECT(layout != Layout::hnd && cache.dims == dims && cache.itemsize() == 1 &&
@@ -672,7 +649,7 @@ struct Parts {
 
 /* ---- gather and store ---- */
 
-void gather_preset(Call &call, const PresetName &named, const Tensor &out, const Tensor &src, Layout layout,
+void gather_preset(Call &call, const Named &named, const Tensor &out, const Tensor &src, Layout layout,
                    kvprim_gather_desc &desc)
 {
     kvprim_preset preset = {};
@@ -714,7 +691,7 @@ void gather(Arguments &a)
     kvprim_gather_desc desc = {};
     desc.index = rows.data, desc.index_type = rows.type, desc.index_stride = rows.stride;
     desc.index_base = base, desc.count = rows.count, desc.rejected = call.counter(rejected);
-    if (const PresetName *const named = preset_named(cache_dtype)) {
+    if (const Named *const named = preset_named(cache_dtype)) {
         EXPECT(!scale, "scale is given, but ", cache_dtype, " holds its own");
         EXPECT(!keep_padding, "keep_padding is given, but a gather of ", cache_dtype, " writes every row");
         return gather_preset(call, *named, out, src, layout, desc);
@@ -813,7 +790,7 @@ void store(Arguments &a)
     kvprim_store_desc desc = {};
     desc.slot = slots.data, desc.slot_type = slots.type, desc.slot_stride = slots.stride;
     desc.slot_base = base, desc.count = slots.count, desc.rejected = call.counter(rejected);
-    if (const PresetName *const named = preset_named(cache_dtype)) {
+    if (const Named *const named = preset_named(cache_dtype)) {
         EXPECT(!v_cache && !k_scale && !v_scale && !k_scale_cache && !v_scale_cache && !how.inverse, cache_dtype,
                " takes neither v_cache nor scales: k_cache holds all of it");
         call.takes("k", *k);
@@ -906,8 +883,8 @@ void set_indices(kvprim_transfer_desc &desc, const Call &call, const MaybeTensor
 {
     const Index to = dst ? index_of("dst_index", *dst) : Index(), from = src ? index_of("src_index", *src) : Index();
     EXPECT(!dst || !src || to.count == from.count, "dst_index has ", to.count, " elements, but src_index ", from.count);
-    EXPECT(!dst || !src || dst->device == src->device, "dst_index is on ", Device{dst->device}, ", but src_index on ",
-           Device{src->device});
+    EXPECT(!dst || !src || dst->device == src->device, "dst_index is on ", device_name(dst->device),
+           ", but src_index on ", device_name(src->device));
     const bool on_cpu = (dst && dst->device == CPU) || (src && src->device == CPU);
     if (!on_cpu && dst)
         call.takes("dst_index", *dst);
@@ -1050,7 +1027,7 @@ template <class Item> const Item *items_of(const char *name, const Tensor &tenso
 {
     EXPECT(tensor.device == CPU && tensor.dtype == INT64 && tensor.dims == 2 &&
                tensor.size[1] == static_cast<int64_t>(sizeof(Item) / 8) && tensor.is_contiguous(),
-           name, " is ", tensor.dtype, " of shape ", sizes_of(tensor), " on ", Device{tensor.device},
+           name, " is ", tensor.dtype, " of shape ", sizes_of(tensor), " on ", device_name(tensor.device),
            ", not packed int64 [count, ", columns, "] on cpu");
     return static_cast<const Item *>(tensor.data);
 }

@@ -150,7 +150,7 @@ class PythonArguments final : public Arguments
     {
         int current = -1;
         void *stream = nullptr;
-        if (Driver::get().context_device(&current) != 0 || current != gpu ||
+        if (DRIVER(cuCtxGetDevice, &current) != 0 || current != gpu ||
             dlpack->current_stream(DL_CUDA, gpu, &stream) != 0)
             throw UseDispatcher();
         return stream;
@@ -241,7 +241,7 @@ PyObject *prefix(PyObject *, PyObject *const *arguments, Py_ssize_t count)
         const Tensor a = ours.tensor(), b = ours.tensor();
         for (const auto &[name, one] : {std::pair("a", &a), {"b", &b}}) {
             const Index index = index_of(name, *one);
-            EXPECT(one->device == CPU, name, " is on ", Device{one->device}, ", not on cpu");
+            EXPECT(one->device == CPU, name, " is on ", device_name(one->device), ", not on cpu");
             EXPECT(index.stride == 1, name, " has stride ", index.stride, ", not 1; make it contiguous");
         }
         EXPECT(a.dtype == b.dtype, "a is ", a.dtype, ", but b ", b.dtype);

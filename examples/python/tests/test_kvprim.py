@@ -5,7 +5,7 @@
 
 Each operator is called eagerly and through torch's dispatcher, on the CPU, where kvprim's host functions serve, and on
 a GPU if there is one: results, conversions, refusals, opcheck, torch.compile(fullgraph=True), CUDA graphs. Without
-torch, only prefixes of lists and arrays.
+torch, prefixes of lists and arrays, and with numpy and TVM-FFI each operator once, on the CPU.
 """
 import array
 import contextlib
@@ -25,6 +25,11 @@ try:
     import numpy
 except ImportError:
     numpy = None
+try:
+    import tvm_ffi
+    ffi = tvm_ffi.load_module(ops.ffi_library())
+except (ImportError, OSError, RuntimeError):
+    tvm_ffi = None
 
 WHOLE_FORMATS = (  # name, bytes of a token, elements: quantised, copied, in a tile; whether powers of two; least scale
     ("fp8_ds_mla", 656, 512, 64, 128, True, 1e-4), ("fp8_ds_mla_sglang", 656, 512, 64, 128, False, 2.0 ** -126),
@@ -858,6 +863,49 @@ def prefixes(device):
     assert all(os.path.exists(os.path.join(folder, name)) for name in ("kvprim.h", "kvprim_cuda.cuh", "kvprim_nccl.h"))
 
 
+def ffi_operators(device):
+    """TVM-FFI's module with tensors of numpy, as `ffi` and, if there is no torch, as the functions of kvprim."""
+    of = tvm_ffi.from_dlpack
+    rng = numpy.random.default_rng(1)
+    cache, other = (rng.standard_normal((PAGES, PAGE, HEADS, DIM), dtype=numpy.float32) for _ in "kv")
+    k, v = (rng.standard_normal((30, HEADS, DIM), dtype=numpy.float32) for _ in "kv")
+    slot, count = rng.permutation(SLOTS)[:30], numpy.zeros(1, dtype=numpy.int32)
+    expected = cache.copy(), other.copy()
+    for into, rows in zip(expected, (k, v)):
+        into.reshape(SLOTS, HEADS, DIM)[slot[:20]] = rows[:20]
+    slot[20:] = -1
+    slot[29] = SLOTS
+    none = (None,) * 4
+    ffi.store(of(k), of(v), of(cache), of(other), of(slot), "NHD", "auto", None, *none, False, False, 0.0, None, 0,
+              of(count), False)
+    assert (cache == expected[0]).all() and (other == expected[1]).all() and count[0] == 1, "store"
+    out, half = numpy.ones_like(k), numpy.ones(k.shape, dtype=numpy.float16)
+    ffi.gather(of(out), of(cache), of(slot), "NHD", "auto", None, 0, False, None, False)
+    assert (out[:20] == k[:20]).all() and not out[20:].any(), "gather"
+    ffi.gather(of(half), of(cache), of(slot), "NHD", "auto", None, 0, True, None, False)
+    assert (half[:20] == k[:20].astype(numpy.float16)).all() and (half[20:] == 1).all(), "converts, keeps padding"
+    moved = [numpy.zeros_like(cache) for _ in "ab"]
+    ffi.transfer([of(one) for one in moved], [of(cache), of(other)], None, None, "rows", "rows", None, None, False, 0,
+                 None, "auto", "auto", None, None, False)
+    assert (moved[0] == cache).all() and (moved[1] == other).all(), "transfer"
+    ffi.copy([of(moved[0]), of(out)], [of(other), of(v)])
+    assert (moved[0] == other).all() and (out == v).all(), "copy"
+    ffi.unpack(of(out), of(k), of(numpy.array([[0, 512, 1024]])))
+    assert (out.ravel()[128:384] == k.ravel()[:256]).all(), "unpack"
+    pages, request = rng.permutation(PAGES)[:24].reshape(3, 8), rng.integers(3, size=30)
+    position = rng.integers(8 * PAGE, size=30)
+    ffi.slots(of(slot), of(pages), PAGE, SLOTS, of(request), of(position), None, None, None, False)
+    assert (slot == pages[request, position // PAGE] * PAGE + position % PAGE).all(), "slots"
+    refused("index is float32", ffi.gather, of(out), of(cache), of(k), "NHD", "auto", None, 0, False, None, False)
+    refused("KVPRIM_ERROR_OVERLAP", ffi.copy, [of(out)], [of(out)])
+    refused("argument is missing", ffi.copy, [of(out)])
+    if torch is None:
+        slot = of(rng.permutation(SLOTS)[:30])
+        ops.store(of(k), None, of(cache), None, slot, "NHD")
+        ops.gather(of(out), of(cache), slot, "NHD")
+        assert (out == k).all(), "kvprim's functions, without torch"
+
+
 def tensor_prefixes(device):
     for dtype in (torch.int32, torch.int64):
         a = torch.arange(1000, dtype=dtype)
@@ -890,9 +938,15 @@ def run_tests():
     everywhere = (gathers, stores, transfers, copies, every_conversion, scaled_caches, computed_scales, whole_formats,
                   scaled_transfers, slots_of, refusals)
     of_graphs = (opchecks, compiles, one_pool)
-    runs = [("lists and arrays", (prefixes,), None)]
+    runs, skipped = [("lists and arrays", (prefixes,), None)], 0
+    if numpy and tvm_ffi:
+        runs += [("TVM-FFI", (ffi_operators,), None)]
+    else:
+        print("skip TVM-FFI: python3 has no numpy or no tvm_ffi, or kvprim was built without it")
+        skipped += 1
     if torch is None:
         print("skip operators: python3 has no torch")
+        skipped += 1
     else:
         runs += [("tensors", (imports,), None), ("cpu", (tensor_prefixes, *everywhere), None),
                  ("cpu, dispatched", everywhere + of_graphs, Dispatched)]
@@ -901,7 +955,8 @@ def run_tests():
                      ("cuda, dispatched", everywhere + of_graphs + (graphs, pinned_temporaries, streams), Dispatched)]
         else:
             print("skip operators on a GPU:", "torch finds none" if ops.has_cuda else "kvprim was built without nvcc")
-    failed, skipped, passed = 0, 2 - len(runs) // 2, 0
+            skipped += 1
+    failed = passed = 0
     for where, tests, way in runs:
         for test in tests:
             if torch:
@@ -914,7 +969,7 @@ def run_tests():
             except Exception as error:  # whatever it is, the others run
                 failed += 1
                 print(f"FAIL {test.__name__}, {where}: {type(error).__name__}: {error}", flush=True)
-    if len(runs) > 4:
+    if any(where == "cuda" for where, _, _ in runs):
         print_host_times()
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return failed
