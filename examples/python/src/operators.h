@@ -61,15 +61,13 @@ struct Tensor {
         return dtype.bits / 8;
     }
 
-    /* Call this first if there may be more than `most` dimensions, which have no sizes here. */
     void set_sizes(int64_t n, const int64_t *sizes, const int64_t *strides)
     {
+        if (n > most)
+            throw std::runtime_error("kvprim takes tensors of at most 8 dimensions, not " + std::to_string(n));
         dims = n;
-        for (int64_t d = 0; d < n; d++) {
-            numel *= sizes[d];
-            if (d < most)
-                size[d] = sizes[d], stride[d] = strides[d];
-        }
+        for (int64_t d = 0; d < n; d++)
+            size[d] = sizes[d], stride[d] = strides[d], numel *= sizes[d];
     }
 
     /* Elements from the first to the end of the last; at least one element. */
@@ -158,7 +156,7 @@ std::string device_name(int32_t device)
 std::string list_of(const int64_t *numbers, int64_t count)
 {
     std::string text;
-    for (int64_t i = 0; i < std::min(count, Tensor::most); i++)
+    for (int64_t i = 0; i < count; i++)
         text += (i ? ", " : "") + std::to_string(numbers[i]);
     return "[" + text + "]";
 }
@@ -385,8 +383,7 @@ struct Shape : Tensor {
     Shape(const char *name, const Tensor &tensor, Layout layout) : Tensor(tensor)
     {
         const int64_t fewest = layout == Layout::rows ? 1 : layout == Layout::nhd ? 2 : 3;
-        EXPECT(dims >= fewest && dims <= most, name, " has ", dims, " dimensions, but its layout needs ", fewest,
-               " to ", most);
+        EXPECT(dims >= fewest, name, " has ", dims, " dimensions, but its layout needs ", fewest);
         for (int64_t d = 0; d < dims; d++)
             EXPECT(size[d] <= 1 || stride[d] > 0, name, " is expanded in dimension ", d, ", as its strides ",
                    strides_of(tensor), " say; make it contiguous");
@@ -757,9 +754,8 @@ std::pair<Tensor, Tensor> parts_of(const Tensor &cache, int64_t kv_dim, const Te
 {
     const int64_t dims = cache.dims, d = kv_dim < 0 ? kv_dim + dims : kv_dim, k_size = k.dims ? k.size[k.dims - 1] : 0;
     const bool cut = d == dims - 1;
-    EXPECT(d >= 0 && d < dims && dims <= Tensor::most && (cut ? k_size <= cache.size[d] : cache.size[d] == 2),
-           "kv_dim is ", kv_dim, ", but k_cache has shape ", sizes_of(cache),
-           ": not 2 there, nor K's elements before V's in the last");
+    EXPECT(d >= 0 && d < dims && (cut ? k_size <= cache.size[d] : cache.size[d] == 2), "kv_dim is ", kv_dim,
+           ", but k_cache has shape ", sizes_of(cache), ": not 2 there, nor K's elements before V's in the last");
     if (cut)
         return {cache.narrow(d, 0, k_size), cache.narrow(d, k_size, cache.size[d] - k_size)};
     return {cache.select(d, 0), cache.select(d, 1)};
@@ -994,7 +990,7 @@ void transfer(Arguments &a)
 /* Whether the tensors' elements lie in the same order, without gaps. */
 bool same_order(const Tensor &a, const Tensor &b)
 {
-    if (a.dims != b.dims || a.dims > Tensor::most || !std::equal(a.size, a.size + a.dims, b.size))
+    if (a.dims != b.dims || !std::equal(a.size, a.size + a.dims, b.size))
         return false;
     return (a.is_contiguous() && b.is_contiguous()) ||
            (std::equal(a.stride, a.stride + a.dims, b.stride) && a.is_dense());
@@ -1039,8 +1035,8 @@ void unpack(Arguments &a)
     kvprim_unpack_desc desc = {};
     for (const auto &[name, tensor] : {std::pair("dst", &dst), {"src", &src}}) {
         call.takes_pinned(name, *tensor);
-        EXPECT(tensor->dims <= Tensor::most && tensor->is_contiguous(), name, " has sizes ", sizes_of(*tensor),
-               " and strides ", strides_of(*tensor), ": it must be contiguous");
+        EXPECT(tensor->is_contiguous(), name, " has sizes ", sizes_of(*tensor), " and strides ", strides_of(*tensor),
+               ": it must be contiguous");
     }
     desc.dst = dst.data, desc.dst_bytes = static_cast<uint64_t>(dst.numel * dst.itemsize());
     desc.src = src.data, desc.src_bytes = static_cast<uint64_t>(src.numel * src.itemsize());

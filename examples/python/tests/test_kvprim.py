@@ -577,6 +577,7 @@ def refusals(device):
     refused("cu_seqlens has 10|5", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS, cu_seqlens=index)
     refused("KVPRIM_ERROR_NULL", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS)
     refused("nans is int8", ops.store, rows, None, fp8, None, index, "NHD", nans=index[:1].to(torch.int8))
+    refused("at most 8 dimensions, not 9", ops.gather, rows, cache.view(*cache.shape, 1, 1, 1, 1, 1), index, "NHD")
     refused("index is int16", ops.gather, rows, cache, index.short(), "NHD")
     refused("a row of dst has 512|64", ops.transfer, [latent[:, :512]], [mla], None, None, "rows", "NHD",
             src_dtype="fp8_ds_mla")
@@ -779,6 +780,16 @@ def streams(device):
     assert torch.equal(out.cpu(), expected.cpu())
 
 
+def devices(device):
+    """Tensors of a GPU that is not the current one."""
+    if torch.cuda.device_count() > 1:
+        cache, index = random_like(SLOTS, DIM, device="cuda:1"), torch.arange(9, device="cuda:1")
+        assert torch.equal(ops.gather_new(cache, index), cache[:9]) and torch.cuda.current_device() == 0, "second GPU"
+        ops.copy_addresses([(cache.data_ptr(), cache[9].data_ptr(), 2 * DIM)], "cuda:1")
+        assert torch.equal(cache[9], cache[0]), "addresses of the second GPU"
+        refused("index is on cuda:0", ops.gather, cache[10:19], cache, index.to("cuda:0"))
+
+
 # ---- host time ------------------------------------------------------------------------------------------------------
 
 def microseconds(call, repetitions=101, calls=50):
@@ -822,6 +833,9 @@ def print_host_times():
         "store, fp8_e4m3": lambda: ops.store(rows[0], rows[1], fp8[0], fp8[1], slot, "NHD", k_scale=scale,
                                              v_scale=scale),
         "store, fp8_ds_mla": lambda: ops.store(latent, None, mla, None, slot, "NHD", cache_dtype="fp8_ds_mla"),
+        "gather by torch's dispatcher": lambda: ops.ops.gather(rows[0], cache, slot, "NHD"),
+        "store by torch's dispatcher": lambda: ops.ops.store(rows[0], rows[1], cache, other, slot, "NHD"),
+        "copy, 64 tensors, by it": lambda: ops.ops.copy(rows, news),
         "torch.index_select": lambda: torch.index_select(cache, 0, token),
         "torch._foreach_copy_, 64 tensors": lambda: torch._foreach_copy_(rows, news)}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us of the host per call from Python, medians")
@@ -937,7 +951,7 @@ def run_tests():
     """Returns how many failed."""
     everywhere = (gathers, stores, transfers, copies, every_conversion, scaled_caches, computed_scales, whole_formats,
                   scaled_transfers, slots_of, refusals)
-    of_graphs = (opchecks, compiles, one_pool)
+    of_graphs, on_gpu = (opchecks, compiles, one_pool), (graphs, pinned_temporaries, streams, devices)
     runs, skipped = [("lists and arrays", (prefixes,), None)], 0
     if numpy and tvm_ffi:
         runs += [("TVM-FFI", (ffi_operators,), None)]
@@ -951,8 +965,8 @@ def run_tests():
         runs += [("tensors", (imports,), None), ("cpu", (tensor_prefixes, *everywhere), None),
                  ("cpu, dispatched", everywhere + of_graphs, Dispatched)]
         if torch.cuda.is_available() and ops.has_cuda:
-            runs += [("cuda", (tensor_prefixes, *everywhere, graphs, pinned_temporaries, streams), None),
-                     ("cuda, dispatched", everywhere + of_graphs + (graphs, pinned_temporaries, streams), Dispatched)]
+            runs += [("cuda", (tensor_prefixes, *everywhere, *on_gpu), None),
+                     ("cuda, dispatched", everywhere + of_graphs + on_gpu, Dispatched)]
         else:
             print("skip operators on a GPU:", "torch finds none" if ops.has_cuda else "kvprim was built without nvcc")
             skipped += 1
