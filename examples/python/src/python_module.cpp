@@ -262,6 +262,11 @@ PyObject *setup(PyObject *, PyObject *arguments)
     PyObject *tensor = nullptr, *parameter = nullptr, *count_modes = nullptr;
     if (!PyArg_ParseTuple(arguments, "OOO", &tensor, &parameter, &count_modes))
         return nullptr;
+    if (kvprim_version() != KVPRIM_VERSION) {
+        PyErr_SetString(PyExc_ImportError,
+                        "kvprim: another copy of kvprim in this process, of another version, is in the way");
+        return nullptr;
+    }
     PyObject *const capsule = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
     const void *const api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : nullptr;
     if (!api)
