@@ -44,15 +44,16 @@ class FfiArguments final : public Arguments
         texts.reserve(static_cast<size_t>(count)); // text() returns views of them
     }
 
+    bool skip_none() override
+    {
+        const bool none = next != end && *next == nullptr;
+        next += none;
+        return none;
+    }
+
     Tensor tensor() override
     {
         return tensor_of(pop().cast<tvm::ffi::TensorView>());
-    }
-
-    MaybeTensor maybe_tensor() override
-    {
-        const tvm::ffi::AnyView &any = pop();
-        return any == nullptr ? std::nullopt : MaybeTensor(tensor_of(any.cast<tvm::ffi::TensorView>()));
     }
 
     std::vector<Tensor> tensors() override
@@ -66,17 +67,6 @@ class FfiArguments final : public Arguments
     int64_t integer() override
     {
         return pop().cast<int64_t>();
-    }
-
-    std::optional<int64_t> maybe_integer() override
-    {
-        const tvm::ffi::AnyView &any = pop();
-        return any == nullptr ? std::nullopt : std::optional(any.cast<int64_t>());
-    }
-
-    bool boolean() override
-    {
-        return pop().cast<bool>();
     }
 
     double number() override

@@ -268,14 +268,27 @@ class Keeper
 
 /* The arguments of an operator, one after the other, and what only its caller's side knows. */
 struct Arguments {
+    virtual bool skip_none() = 0; // whether an optional argument is None, which is then read
     virtual Tensor tensor() = 0;
-    virtual MaybeTensor maybe_tensor() = 0;
     virtual std::vector<Tensor> tensors() = 0;
-    virtual int64_t integer() = 0;
-    virtual std::optional<int64_t> maybe_integer() = 0;
-    virtual bool boolean() = 0;
+    virtual int64_t integer() = 0; // or a bool
     virtual double number() = 0;
     virtual Text text() = 0; // valid as long as the arguments
+
+    MaybeTensor maybe_tensor()
+    {
+        return skip_none() ? std::nullopt : MaybeTensor(tensor());
+    }
+
+    std::optional<int64_t> maybe_integer()
+    {
+        return skip_none() ? std::nullopt : std::optional(integer());
+    }
+
+    bool boolean()
+    {
+        return integer() != 0;
+    }
 
     /* Makes the GPU the current one while the arguments live, and returns torch's current stream there. */
     virtual void *use_gpu(int32_t gpu) = 0;

@@ -85,15 +85,16 @@ class PythonArguments final : public Arguments
             throw UseDispatcher();
     }
 
+    bool skip_none() override
+    {
+        const bool none = next != end && *next == Py_None;
+        next += none;
+        return none;
+    }
+
     Tensor tensor() override
     {
         return tensor_of(pop());
-    }
-
-    MaybeTensor maybe_tensor() override
-    {
-        PyObject *const object = pop();
-        return object == Py_None ? std::nullopt : MaybeTensor(tensor_of(object));
     }
 
     std::vector<Tensor> tensors() override
@@ -115,18 +116,6 @@ class PythonArguments final : public Arguments
         if (number == -1 && PyErr_Occurred())
             throw PythonError();
         return number;
-    }
-
-    std::optional<int64_t> maybe_integer() override
-    {
-        if (next != end && *next == Py_None)
-            return next++, std::nullopt;
-        return integer();
-    }
-
-    bool boolean() override
-    {
-        return PyObject_IsTrue(pop()) == 1;
     }
 
     double number() override

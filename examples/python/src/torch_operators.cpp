@@ -58,7 +58,7 @@ void delete_tensor(void *owner)
 
 class TorchArguments final : public Arguments
 {
-    const StableIValue *next;
+    StableIValue *next;
     std::vector<void *> owned;
     std::vector<StringHandle> strings;
     DeviceGuardHandle guard = nullptr;
@@ -84,19 +84,8 @@ class TorchArguments final : public Arguments
         return tensor;
     }
 
-    /* An optional value is a pointer to one, which we own. */
-    std::optional<StableIValue> maybe()
-    {
-        const auto *const value = torch::stable::detail::to<StableIValue *>(*next++);
-        if (!value)
-            return std::nullopt;
-        const StableIValue inner = *value;
-        delete value;
-        return inner;
-    }
-
   public:
-    explicit TorchArguments(const StableIValue *stack) : next(stack)
+    explicit TorchArguments(StableIValue *stack) : next(stack)
     {
     }
     TorchArguments(const TorchArguments &) = delete;
@@ -111,15 +100,21 @@ class TorchArguments final : public Arguments
             torch_delete_string(text);
     }
 
+    /* An optional value is a pointer to one, which we own. */
+    bool skip_none() override
+    {
+        const auto *const value = torch::stable::detail::to<StableIValue *>(*next);
+        if (value)
+            *next = *value;
+        else
+            next++;
+        delete value;
+        return !value;
+    }
+
     Tensor tensor() override
     {
         return tensor_of(*next++);
-    }
-
-    MaybeTensor maybe_tensor() override
-    {
-        const std::optional<StableIValue> value = maybe();
-        return value ? MaybeTensor(tensor_of(*value)) : std::nullopt;
     }
 
     std::vector<Tensor> tensors() override
@@ -140,17 +135,6 @@ class TorchArguments final : public Arguments
     int64_t integer() override
     {
         return torch::stable::detail::to<int64_t>(*next++);
-    }
-
-    std::optional<int64_t> maybe_integer() override
-    {
-        const std::optional<StableIValue> value = maybe();
-        return value ? std::optional(torch::stable::detail::to<int64_t>(*value)) : std::nullopt;
-    }
-
-    bool boolean() override
-    {
-        return torch::stable::detail::to<bool>(*next++);
     }
 
     double number() override
