@@ -94,7 +94,7 @@ EXAMPLES = build/01_rows build/02_kv_replay build/18_step
 help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
 	@echo 'make examples  build the examples'
-	@echo 'make lib       build build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
+	@echo 'make lib       build build/libkvprim.so, the C functions for other languages'
 	@echo 'make test      test every function that this machine can test, in a minute'
 	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
 	@echo 'make replay    measure the replay of a trace (TRACE=path DEVICE=cpu or cuda), output to build/results/'
@@ -103,8 +103,8 @@ help:
 	@echo 'make plots     draw the pictures and the figures in README.md from tests/results/'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to build/results/ (CUDA_ARCH=sm_90: for another GPU);'
 	@echo '               cuda-test: all except the collectives; nccl-test: only those (QUICK=quick: in minutes)'
-	@echo 'make torch     call kvprim from PyTorch through ctypes (examples/08_torch.py) and check it'
-	@echo 'make torch-ops build kvprim'\''s operators for PyTorch and test them (examples/12_torch_ops.py)'
+	@echo 'make torch     build the package for Python and PyTorch in build/python, and test it (examples/python)'
+	@echo 'make wheel     build a wheel of it in build/ (KVPRIM_CUDA_ARCH="80 90 100 120")'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
 	@echo '               cuda-bench, convert-bench, transfer-bench, nccl-bench: parts of that'
@@ -124,7 +124,7 @@ help:
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run replay test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
-    transfer-bench nccl-bench nccl-limits bandwidth handover torch torch-ops torch-bench transformers sanitize \
+    transfer-bench nccl-bench nccl-limits bandwidth handover wheel torch torch-bench transformers sanitize \
     cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
@@ -258,20 +258,29 @@ nccl-test nccl-bench nccl-limits nccl-sanitize handover:
 bandwidth: build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth || failed=1)
 
-# Both need a python3 that has torch. Without a GPU they run on the CPU.
-torch: lib
-	python3 examples/08_torch.py build/libkvprim.so
-torch-ops:
-	$(call keep,gpu_torch_ops,$(CHECKSUMS); \
-	    CUDA_HOME='$(or $(CUDA_HOME),$(NVCC:%/bin/nvcc=%))' python3 examples/12_torch_ops.py || failed=1)
+# The package for Python, for the GPU here if there is one. Needs a python3 with its headers, and torch's headers.
+PYTHON_ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' NVCC='$(NVCC)'
+USE_PACKAGE = PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=build/python python3
+build/python/built: $(wildcard examples/python/*.py examples/python/*/*) $(HEADERS) build/flags
+	@$(PYTHON_ENVIRONMENT) KVPRIM_CUDA_ARCH='$(or $(KVPRIM_CUDA_ARCH),$(if $(NVCC),$(BUILT_FOR),none))' \
+	    python3 examples/python/build_backend.py build/python
+	@touch $@
+wheel:
+	@mkdir -p build && rm -f build/kvprim-*.whl
+	@cd examples/python && $(PYTHON_ENVIRONMENT) python3 -c \
+	    'import build_backend; print("build/" + build_backend.build_wheel("$(CURDIR)/build"))'
+
+# These need a python3 that has torch. Without a GPU they run on the CPU.
+torch: build/python/built
+	$(call keep,gpu_torch_ops,$(CHECKSUMS); $(USE_PACKAGE) examples/python/tests/test_kvprim.py || failed=1)
 
 # Compares with PyTorch, if python3 has it.
-torch-bench: lib
-	$(call keep,gpu_torch,$(CHECKSUMS); python3 tests/bench/bench_torch.py build/libkvprim.so || failed=1)
+torch-bench: build/python/built
+	$(call keep,gpu_torch,$(CHECKSUMS); $(USE_PACKAGE) tests/bench/bench_torch.py || failed=1)
 
 # Compares a paged cache for transformers with its DynamicCache, if python3 has them.
-transformers: lib
-	$(call keep,gpu_transformers,$(CHECKSUMS); python3 examples/13_transformers/run.py build/libkvprim.so || failed=1)
+transformers: build/python/built
+	$(call keep,gpu_transformers,$(CHECKSUMS); $(USE_PACKAGE) examples/13_transformers/run.py || failed=1)
 
 # Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
 engine:

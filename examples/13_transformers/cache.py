@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A paged key/value cache for Hugging Face transformers: PagedCache is a transformers.Cache over pages of a PagePool.
 
-    pool = PagePool(library, model.config, pages=1024, host_pages=1024, device="cuda", dtype=torch.bfloat16)
+    pool = PagePool(model.config, pages=1024, host_pages=1024, device="cuda", dtype=torch.bfloat16)
     cache = PagedCache(pool, prompt)        takes the pages of a published prompt that begins alike
     tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=16)
     cache.publish(prompt)                   lets later prompts take these pages
@@ -18,17 +18,11 @@ a scale of 1.
 One cache holds one sequence (batch size 1). All layers are full attention with the same heads.
 """
 import collections
-import ctypes
 import dataclasses
-import importlib
-import os
-import sys
 
+import kvprim
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-kvprim = importlib.import_module("08_torch")  # the structures, load() and KvprimError
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,99 +47,36 @@ class PagePool:
     """Pages of all requests, [layers, pages, page_rows, K or V, heads, dim], on the device and in pinned host memory. A
     row is K and V of one token, so that one gather moves both."""
 
-    def __init__(self, library, config, pages, host_pages=0, page_rows=16, device="cpu", dtype=torch.float32,
-                 cache_dtype=None):
-        self.library, self.device, self.dtype, self.page_rows = library, torch.device(device), dtype, page_rows
+    def __init__(self, config, pages, host_pages=0, page_rows=16, device="cpu", dtype=torch.float32, cache_dtype=None):
+        self.device, self.dtype, self.page_rows = torch.device(device), dtype, page_rows
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (page_rows, 2, self.heads, self.dim)
         self.device_pages = torch.empty((self.layers, pages, *shape), dtype=cache_dtype or dtype, device=device)
         self.host_pages = torch.empty((self.layers, host_pages, *shape), dtype=cache_dtype or dtype,
                                       pin_memory=self.device.type == "cuda")
-        self.element, self.model_element = self.device_pages.element_size(), dtype.itemsize
-        self.format = self.model_format = None
-        if cache_dtype:
-            self.formats = [kvprim.Format(dtype=kvprim.dtype_of(kind)) for kind in (cache_dtype, dtype)]
-            self.format, self.model_format = map(ctypes.addressof, self.formats)
-        self.kv_bytes = self.heads * self.dim * self.element  # a token's K, or its V, in one layer
-        self.page_bytes = page_rows * 2 * self.kv_bytes  # in one layer
+        self.layer_pages = self.device_pages.unbind(0)
+        self.page_bytes = self.device_pages[0, 0].nbytes  # in one layer
         self.pages, self.unused, self.host_unused = pages, list(range(pages)), list(range(host_pages))
         self.prefixes, self.requests = [], []  # the least recently used come first
         self.rejected = torch.zeros(1, dtype=torch.int32, device=device)  # stays 0: no slot lies outside the pool
         self.counts, self.peak, self.host_peak, self.moves = collections.Counter(), 0, 0, 0
-        self.launch = kvprim.Launch()
-        self.longest_prefix = library.kvprim_prefix_many_i32
-        self.longest_prefix.restype, size, pointer = ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p
-        self.longest_prefix.argtypes = [pointer, size, pointer, pointer, size, pointer]
 
-    def use_current_stream(self):
-        """For the calls that follow: asking torch takes longer than a call, so it is asked once for all layers."""
-        if self.device.type == "cuda":
-            self.launch.stream = torch.cuda.current_stream().cuda_stream
+    def store(self, layer, keys, values, slots):
+        """Stores [heads, tokens, dim] in these slots."""
+        kvprim.store(keys.transpose(0, 1), values.transpose(0, 1), self.layer_pages[layer], None, slots, "NHD",
+                     kv_dim=2, rejected=self.rejected)
 
-    def call(self, name, desc):
-        """Calls kvprim_NAME, or kvprim_cuda_NAME."""
-        if self.device.type == "cuda":
-            status = getattr(self.library, "kvprim_cuda_" + name)(ctypes.byref(desc), ctypes.byref(self.launch))
-        else:
-            status = getattr(self.library, "kvprim_" + name)(ctypes.byref(desc))
-        if status != 0:
-            raise kvprim.KvprimError(self.library.kvprim_last_error().decode())
-
-    # ---- rows of one layer: one descriptor serves all layers, which differ in addresses alone ----
-
-    def rows(self, skipped=0):
-        """The table of a layer's rows without their first bytes."""
-        return kvprim.Table(rows=self.pages * self.page_rows, stride=2 * self.kv_bytes, format=self.format,
-                            bytes=self.pages * self.page_bytes - skipped)
-
-    def layer(self, number):
-        return self.device_pages.data_ptr() + number * self.pages * self.page_bytes
-
-    def store_desc(self, keys, values, slots):
-        """Stores [heads, tokens, dim], with any strides except between elements, in these slots."""
-        def table(new):
-            # The stride between tokens means nothing if there is one.
-            return kvprim.table_of(new, rows=new.shape[1], format=self.model_format, heads=self.heads,
-                                   stride=new.stride(1) * self.model_element * (new.shape[1] > 1),
-                                   head_stride=new.stride(0) * self.model_element)
-        return kvprim.StoreDesc(
-            k_cache=self.rows(), v_cache=self.rows(self.kv_bytes), k=table(keys), v=table(values),
-            k_bytes=self.heads * self.dim * self.model_element, v_bytes=self.heads * self.dim * self.model_element,
-            slot=slots.data_ptr(), slot_type=kvprim.I32, count=slots.numel(), rejected=self.rejected.data_ptr())
-
-    def store(self, desc, layer, keys, values):
-        desc.k_cache.data, desc.v_cache.data = self.layer(layer), self.layer(layer) + self.kv_bytes
-        desc.k.data, desc.v.data = keys.data_ptr(), values.data_ptr()
-        self.call("store", desc)
-
-    def gather_desc(self, slots):
-        """Gathers K and V of these slots as 2 * heads pieces per token; each head's pieces become contiguous."""
-        count, piece = slots.numel(), self.dim * self.model_element
-        dst = kvprim.Table(rows=count, stride=piece, heads=2 * self.heads, head_stride=count * piece,
-                           format=self.model_format, bytes=count * 2 * self.heads * piece)
-        return kvprim.GatherDesc(dst=dst, src=self.rows(), row_bytes=2 * self.kv_bytes, index=slots.data_ptr(),
-                                 index_type=kvprim.I32, count=count, rejected=self.rejected.data_ptr())
-
-    def gather(self, desc, layer):
+    def gather(self, layer, slots):
         """K and V, [1, heads, tokens, dim] each, with the strides that DynamicCache's have."""
-        out = torch.empty((2, 1, self.heads, desc.count, self.dim), dtype=self.dtype, device=self.device)
-        desc.dst.data, desc.src.data = out.data_ptr(), self.layer(layer)
-        self.call("gather", desc)
+        out = torch.empty((2, 1, self.heads, slots.numel(), self.dim), dtype=self.dtype, device=self.device)
+        kvprim.gather(out[:, 0].permute(2, 0, 1, 3), self.layer_pages[layer], slots, "NHD", rejected=self.rejected)
         return out[0], out[1]
-
-    # ---- pages of all layers ----
 
     def copy_pages(self, dst, dst_pages, src, src_pages):
         """Copies pages of all layers; dst and src are device_pages or host_pages."""
-        def table(pages):
-            return kvprim.Table(data=pages.data_ptr(), rows=pages.shape[1], bytes=pages.numel() * self.element)
-        index = torch.tensor([dst_pages, src_pages], dtype=torch.int32, device=self.device)
-        self.use_current_stream()
-        self.call("transfer", kvprim.TransferDesc(
-            dst=table(dst), src=table(src), layers=self.layers, row_bytes=self.page_bytes, same_cache=dst is src,
-            dst_index=index[0].data_ptr(), src_index=index[1].data_ptr(), index_type=kvprim.I32,
-            count=len(dst_pages), rejected=self.rejected.data_ptr()))
+        kvprim.transfer(dst.unbind(0), src.unbind(0), *torch.tensor([dst_pages, src_pages], dtype=torch.int32),
+                        same_cache=dst is src, rejected=self.rejected)
 
     def find_room(self, count, running):
         """Numbers of `count` unused pages for the request `running`, whose own pages are not offloaded for them."""
@@ -206,19 +137,15 @@ class PagePool:
 
     def find_prefix(self, tokens):
         """How many of these tokens are in the pages of a published prefix, and a share of those pages."""
-        count = len(self.prefixes)
-        keys = (ctypes.c_void_p * count)(*(prefix.tokens.data_ptr() for prefix in self.prefixes))
-        lengths = (ctypes.c_size_t * count)(*(len(prefix.tokens) for prefix in self.prefixes))
-        matches = (ctypes.c_size_t * count)()
-        best = self.longest_prefix(tokens.data_ptr(), len(tokens), keys, lengths, count, matches)
-        if best >= count:  # KVPRIM_PREFIX_NONE is larger than any count
+        best, matched = kvprim.prefix_longest(tokens, [prefix.tokens for prefix in self.prefixes])
+        if best is None:
             return 0, []
         self.prefixes.append(self.prefixes.pop(best))
-        pages = self.prefixes[-1].pages[:-(-matches[best] // self.page_rows)]
+        pages = self.prefixes[-1].pages[:-(-matched // self.page_rows)]
         self.share(pages)
-        self.counts["tokens reused"] += matches[best]
+        self.counts["tokens reused"] += matched
         self.counts["pages shared"] += len(pages)
-        return matches[best], pages
+        return matched, pages
 
 
 class PagedLayer(CacheLayerMixin):
@@ -272,14 +199,11 @@ class PagedCache(Cache):
                 raise ValueError(f"PagedCache holds one sequence: expected {one}, {pool.dtype}, on "
                                  f"{pool.device_pages.device}, not {tuple(new.shape)}, {new.dtype}, on {new.device}")
         keys, values = (new[0] if new.stride(3) == 1 else new[0].contiguous() for new in (keys, values))
-        what = (start, end, keys.stride(), values.stride())
-        if self.prepared != what:  # the first layer of this forward pass
+        if self.prepared != (start, end):  # the first layer of this forward pass
             self.make_writable(start, end)
-            self.store_desc = self.pool.store_desc(keys, values, self.slots[start:end])
-            self.gather_desc = self.pool.gather_desc(self.slots[:end])
-            self.prepared = what
-        self.pool.store(self.store_desc, layer, keys, values)
-        return self.pool.gather(self.gather_desc, layer)
+            self.prepared = (start, end)
+        pool.store(layer, keys, values, self.slots[start:end])
+        return pool.gather(layer, self.slots[:end])
 
     def make_writable(self, start, end):
         """Before the tokens [start, end) are stored: brings pages back, copies a shared one, adds what is missing."""
@@ -300,7 +224,6 @@ class PagedCache(Cache):
     def to_device(self):
         """Brings pages back from host memory. This is then the most recently used request."""
         pool = self.pool
-        pool.use_current_stream()
         pool.requests.append(pool.requests.pop(pool.requests.index(self)))
         away = [page for page in self.pages if page.on_host]
         if away:
@@ -326,7 +249,7 @@ class PagedCache(Cache):
         """K and V of a layer, [1, heads, tokens, dim] each."""
         self.to_device()
         self.find_slots()
-        return self.pool.gather(self.pool.gather_desc(self.slots[:self.get_seq_length()]), layer)
+        return self.pool.gather(layer, self.slots[:self.get_seq_length()])
 
     def crop(self, tokens_to_remove):
         """Removes -tokens_to_remove tokens from the end, as generate() asks for."""

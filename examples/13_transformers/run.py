@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Generates with transformers' DynamicCache and with PagedCache, and compares tokens, K and V, memory and time.
 
-    make lib && python3 examples/13_transformers/run.py [LIBRARY]      LIBRARY: build/libkvprim.so
+    make transformers       or, with the package of examples/python: python3 examples/13_transformers/run.py
 
 Needs torch and transformers. Downloads nothing: the model is a small Llama with random weights. Runs on the CPU, and on
-a GPU if there is one and the library has the CUDA functions. 8 requests, which begin alike in 3 groups, are generated
+a GPU if there is one and the package has code for it. 8 requests, which begin alike in 3 groups, are generated
 greedily, in turns of a few tokens:
 
     DynamicCache  each request computes and holds its whole prompt
@@ -14,7 +14,6 @@ greedily, in turns of a few tokens:
 
 Then the first and the third again with K and V in FP8. DynamicCache then holds what torch's own casts leave of them.
 """
-import os
 import sys
 import time
 
@@ -119,8 +118,8 @@ class RoundedCache(transformers.DynamicCache):
 class Comparison:
     """What DynamicCache gives on a device, and checks of PagedCache against it."""
 
-    def __init__(self, library, device, cache_dtype=None):
-        self.library, self.device, self.size, self.cache_dtype = library, device, SIZES[device], cache_dtype
+    def __init__(self, device, cache_dtype=None):
+        self.device, self.size, self.cache_dtype = device, SIZES[device], cache_dtype
         self.model = make_model(self.size, device)
         self.prompts = make_prompts(self.size, device)
         self.total = sum(len(part) for prompt in self.prompts for part in prompt)
@@ -139,8 +138,8 @@ class Comparison:
         return (RoundedCache if self.cache_dtype else transformers.DynamicCache)(config=self.model.config)
 
     def pool(self, pages, host_pages=0):
-        return PagePool(self.library, self.model.config, pages, host_pages, device=self.device,
-                        dtype=self.size["dtype"], cache_dtype=self.cache_dtype)
+        return PagePool(self.model.config, pages, host_pages, device=self.device, dtype=self.size["dtype"],
+                        cache_dtype=self.cache_dtype)
 
     def check_same(self, name, first, tokens, caches):
         """Tokens, and K and V of all layers, of the requests from `first` on are those of DynamicCache."""
@@ -210,8 +209,7 @@ class Comparison:
 
     def refuse(self):
         """What does not fit raises an error, and the pool loses nothing."""
-        pool, other = self.pool(4, 1), PagePool(self.library, self.model.config, 64, 0, device=self.device,
-                                                dtype=torch.float64)
+        pool, other = self.pool(4, 1), PagePool(self.model.config, 64, 0, device=self.device, dtype=torch.float64)
         cache, tokens = PagedCache(pool), self.prompts[0][0][None]
         for error, what, batch, into in ((RuntimeError, "more tokens than the pool has rows", 1, cache),
                                          (ValueError, "a batch", 2, cache),
@@ -225,15 +223,15 @@ class Comparison:
         self.check_emptied("refuse", pool)
 
 
-def compare(library, device):
-    comparison = Comparison(library, device)
+def compare(device):
+    comparison = Comparison(device)
     enough = 100 + comparison.bytes // (comparison.pool(1).page_bytes * comparison.size["layers"])
     peak = comparison.in_turns("PagedCache", enough, 0, SHARED)
     comparison.in_turns("small pool", peak * 2 // 3, peak, SHARED | OFFLOADED)
     comparison.one_by_one("one by one", enough)
     comparison.roll_back(enough)
     comparison.refuse()
-    exact, comparison = comparison.tokens, Comparison(library, device, torch.float8_e4m3fn)
+    exact, comparison = comparison.tokens, Comparison(device, torch.float8_e4m3fn)
     check(not all(map(torch.equal, exact, comparison.tokens)), "FP8 changes no token: is it in use?")
     check(comparison.in_turns("PagedCache", enough, 0, SHARED) == peak, "FP8: another number of pages")
     comparison.in_turns("small pool", peak * 2 // 3, peak, SHARED | OFFLOADED)
@@ -241,21 +239,16 @@ def compare(library, device):
 
 
 def main():
-    here = os.path.dirname(os.path.abspath(__file__))
-    try:
-        library = kvprim.load(sys.argv[1] if len(sys.argv) > 1 else os.path.join(here, "../../build/libkvprim.so"))
-    except (OSError, kvprim.KvprimError) as error:
-        sys.exit(f"13_transformers: {error}: make lib builds it")
     devices = ["cpu"]
-    if library.has_cuda and torch.cuda.is_available():
+    if kvprim.has_cuda and torch.cuda.is_available():
         devices.append("cuda")
     else:
-        why = "torch finds no CUDA device" if library.has_cuda else "the library was built without nvcc"
+        why = "torch finds no CUDA device" if kvprim.has_cuda else "kvprim was built without nvcc"
         print(f"skip the part on a GPU: {why}")
     torch.set_num_threads(1)  # more only make the CPU's small model slower
     with torch.no_grad():
         for device in devices:
-            compare(library, device)
+            compare(device)
     print(f"13_transformers on {' and '.join(devices)}: ok")
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Times torch's ways to move rows on one GPU, and kvprim's: microseconds per launch in replayed CUDA graphs.
 
-    python3 tests/bench/bench_torch.py [LIBRARY]
+    PYTHONPATH=build/python python3 tests/bench/bench_torch.py      or `make torch-bench`
 
-LIBRARY is what `make lib` builds, build/libkvprim.so. With it, ratios are from one run. The calls come from
-examples/08_torch.py.
+With the package of examples/python, ratios are from one run.
 
 Rows are bf16, tables have 8 GiB. There are 8 sets of distinct random rows, and dense buffers rotate. Times are medians
 of interleaved replays of 64 launches (24 if one moves more than 64 MB). index_select, embedding and kvprim get int32
@@ -15,9 +14,6 @@ last launch moved is compared with what it should have moved.
 
 Last come 10,000 tensors of 64 B to 64 MB, about 12 GB, mostly small: milliseconds from the call to the end.
 """
-import ctypes
-import importlib
-import os
 import random
 import sys
 import time
@@ -28,27 +24,36 @@ except ImportError as error:
     print(f"skip bench_torch: {error}")
     sys.exit(0)
 
-sys.dont_write_bytecode = True
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../examples"))
-by_ctypes = importlib.import_module("08_torch")
-random_rows, rows_of, same_bits = (getattr(by_ctypes, name) for name in ("random_rows", "rows_of", "same_bits"))
+try:
+    import kvprim
+except ImportError:
+    kvprim = None
 
 TABLE_BYTES = 8 << 30
 SETS = 8
 
 
+def random_rows(rows, width_bytes):
+    """Rows of random bits, as bf16."""
+    return torch.empty((rows, width_bytes // 8), dtype=torch.int64, device="cuda").random_().view(torch.bfloat16)
+
+
+def same_bits(a, b):
+    """Whether the tensors hold the same bits. torch.equal alone would call every NaN a difference."""
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
 class Contender:
-    """A graph of `launches` calls of call(i, stream)."""
+    """A graph of `launches` calls of call(i)."""
 
     def __init__(self, call, launches):
         self.launches, self.us = launches, []
-        call(0, by_ctypes.current_stream())  # a first call may set things up, which must not be captured
+        call(0)  # a first call may set things up, which must not be captured
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            stream = by_ctypes.current_stream()
             for i in range(launches):
-                self.result = call(i, stream)
+                self.result = call(i)
         self.graph.replay()
         torch.cuda.synchronize()
 
@@ -63,8 +68,8 @@ class Contender:
 
 
 def measure(calls, launches, verify, repetitions=9):
-    """Microseconds on the GPU by name. `calls` maps a name to a function of the launch's number and the handle of the
-    current stream, which torch's functions ignore. verify(name, result) gets the result of the last launch."""
+    """Microseconds on the GPU by name. `calls` maps a name to a function of the launch's number. verify(name, result)
+    gets the result of the last launch."""
     contenders = {}
     for name, call_ in calls.items():
         contenders[name] = Contender(call_, launches)
@@ -98,28 +103,23 @@ def dense_buffers(make, rows, row_bytes, launches):
     return [make() for _ in range(max(2, min(launches, (1 << 30) // (rows * row_bytes))))]
 
 
-def add_kvprim(kvprim, calls, launches, prepare, result=lambda i: None):
-    """Adds kvprim's calls to `calls`, if it is there. prepare(i, pdl) returns launch i, which leaves result(i)."""
+def add_kvprim(calls, launch, result=lambda i: None):
+    """Adds kvprim's calls to `calls`, if it is there: launch(i, pdl) leaves result(i)."""
     def of_launches(pdl):
-        prepared = [prepare(i, pdl) for i in range(launches)]
-
-        def call(i, stream):
-            prepared[i](stream)
-            return result(i)
-        return call
+        return lambda i: (launch(i, pdl), result(i))[1]
 
     if kvprim:
-        calls.update({"kvprim": of_launches(0), "kvprim+PDL": of_launches(1)})
+        calls.update({"kvprim": of_launches(False), "kvprim+PDL": of_launches(True)})
 
 
-def gather_point(kvprim, table, row_bytes, rows, columns):
+def gather_point(table, row_bytes, rows, columns):
     launches = launches_for(2 * rows * row_bytes)
     int32, int64 = random_sets(table.shape[0], rows)
     empty = lambda: torch.zeros((rows, row_bytes // 2), dtype=torch.bfloat16, device="cuda")
     outs = dense_buffers(empty, rows, row_bytes, launches)
     out_of = lambda i: outs[i % len(outs)]
 
-    def select(i, _):
+    def select(i):
         return torch.index_select(table, 0, int32[i % SETS], out=out_of(i))
 
     def verify(name, got):
@@ -128,24 +128,23 @@ def gather_point(kvprim, table, row_bytes, rows, columns):
         got.zero_()
 
     calls = {"index_select": select,
-             "embedding": lambda i, _: torch.nn.functional.embedding(int32[i % SETS], table)}
-    add_kvprim(kvprim, calls, launches, lambda i, pdl: by_ctypes.prepare_gather(
-        kvprim, out_of(i), rows_of(table), int32[i % SETS], pdl=pdl), out_of)
+             "embedding": lambda i: torch.nn.functional.embedding(int32[i % SETS], table)}
+    add_kvprim(calls, lambda i, pdl: kvprim.gather(out_of(i), table, int32[i % SETS], pdl=pdl), out_of)
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 
-def store_point(kvprim, caches, row_bytes, rows, columns):
+def store_point(caches, row_bytes, rows, columns):
     launches = launches_for(4 * rows * row_bytes)
     int32, int64 = random_sets(caches[0].shape[0], rows)
     pair = lambda: (random_rows(rows, row_bytes), random_rows(rows, row_bytes))
     inputs = dense_buffers(pair, rows, 2 * row_bytes, launches)
     inputs_of = lambda i: inputs[i % len(inputs)]
 
-    def put(i, _):
+    def put(i):
         for cache, rows_in in zip(caches, inputs_of(i)):
             cache.index_put_((int64[i % SETS],), rows_in)
 
-    def copy(i, _):
+    def copy(i):
         for cache, rows_in in zip(caches, inputs_of(i)):
             cache.index_copy_(0, int64[i % SETS], rows_in)
 
@@ -157,12 +156,11 @@ def store_point(kvprim, caches, row_bytes, rows, columns):
             cache.zero_()
 
     calls = {"index_put_": put, "index_copy_": copy}
-    add_kvprim(kvprim, calls, launches, lambda i, pdl: by_ctypes.prepare_store(
-        kvprim, *(rows_of(cache) for cache in caches), *inputs_of(i), int32[i % SETS], pdl=pdl))
+    add_kvprim(calls, lambda i, pdl: kvprim.store(*inputs_of(i), *caches, int32[i % SETS], pdl=pdl))
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 
-def v0_point(kvprim, cache, row_bytes, rows, columns):
+def v0_point(cache, row_bytes, rows, columns):
     """The cache is [pages, elements of a row, rows of a page]."""
     launches = launches_for(2 * rows * row_bytes)
     page_rows = cache.shape[2]
@@ -171,7 +169,7 @@ def v0_point(kvprim, cache, row_bytes, rows, columns):
     inputs_of = lambda i: inputs[i % len(inputs)]
     places = [(torch.div(s, page_rows, rounding_mode="floor"), s % page_rows) for s in int64]
 
-    def put(i, _):
+    def put(i):
         page, row = places[i % SETS]
         cache[page, :, row] = inputs_of(i)  # index_put_
 
@@ -181,24 +179,11 @@ def v0_point(kvprim, cache, row_bytes, rows, columns):
             sys.exit(f"bench_torch: FAIL {name}: wrong rows")
         cache.zero_()
 
-    def prepare(i, pdl):
-        rows_in, slot = inputs_of(i), int32[i % SETS]
-        desc = by_ctypes.StoreDesc(k_cache=by_ctypes.hnd(cache.unsqueeze(3)),  # a head of one element
-                                   k=rows_of(rows_in), k_bytes=row_bytes, slot=slot.data_ptr(),
-                                   slot_type=by_ctypes.index_type(slot), count=rows)
-        return by_ctypes.Prepared(kvprim, "store", desc, {"cache": cache, "k": rows_in, "slot": slot}, pdl=pdl)
-
     calls = {"index_put_": put}
-    add_kvprim(kvprim, calls, launches, prepare)
+    heads = cache.unsqueeze(3)  # of one element
+    add_kvprim(calls, lambda i, pdl: kvprim.store(inputs_of(i)[:, :, None], None, heads, None, int32[i % SETS], "HND",
+                                                  pdl=pdl))
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
-
-
-class CopyItem(ctypes.Structure):
-    _fields_ = [("src", ctypes.c_void_p), ("dst", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
-
-
-class CopyDesc(ctypes.Structure):
-    _fields_ = [("items", ctypes.POINTER(CopyItem)), ("count", ctypes.c_size_t), ("reserved", ctypes.c_int64)]
 
 
 def ms_to_end(call):
@@ -212,7 +197,7 @@ def ms_to_end(call):
     return sorted(times)[len(times) // 2]
 
 
-def foreach_copy(kvprim, count=10000):
+def foreach_copy(count=10000):
     choose = random.Random(3)
     sizes = [64 << int(20.99 * choose.random() ** 4) for _ in range(count)]
     sizes = [2 * choose.randint(size // 4, size // 2) if size > 64 else size for size in sizes]
@@ -223,17 +208,8 @@ def foreach_copy(kvprim, count=10000):
     calls = {"_foreach_copy_": lambda: torch._foreach_copy_(dsts, srcs),
              "copy_ for each": lambda: [dst.copy_(src) for dst, src in zip(dsts, srcs)]}
     if kvprim:
-        copy = kvprim.kvprim_cuda_copy
-        copy.argtypes = [ctypes.POINTER(CopyDesc), ctypes.POINTER(by_ctypes.Launch)]
-        items = (CopyItem * count)(*((src.data_ptr(), dst.data_ptr(), size)
-                                     for src, dst, size in zip(srcs, dsts, sizes)))
-        desc = CopyDesc(items, count, 0)
-
-        def ours():
-            launch = by_ctypes.Launch(stream=torch.cuda.current_stream().cuda_stream)
-            if copy(ctypes.byref(desc), ctypes.byref(launch)):
-                sys.exit(f"bench_torch: FAIL {kvprim.kvprim_last_error().decode()}")
-        calls["kvprim"] = ours
+        items = torch.tensor([(src.data_ptr(), dst.data_ptr(), size) for src, dst, size in zip(srcs, dsts, sizes)])
+        calls["kvprim"] = lambda: kvprim.copy_addresses(items)
     print(f"\ncopies of {count:,} tensors, {sum(sizes) / 1e9:.1f} GB: ms from the call to the end")
     for name, call in calls.items():
         ms = ms_to_end(call)
@@ -243,14 +219,14 @@ def foreach_copy(kvprim, count=10000):
         print(f"{name:>14} {ms:8.3f}  {2e-6 * sum(sizes) / ms:6.0f} GB/s", flush=True)
 
 
-def run(title, point, kvprim, theirs, tables, widths=(128, 256, 1024, 2048), counts=(64, 1024, 65536)):
+def run(title, point, theirs, tables, widths=(128, 256, 1024, 2048), counts=(64, 1024, 65536)):
     columns = theirs + (["kvprim", "kvprim+PDL"] if kvprim else [])
     ratio = "  kvprim / best of torch" if kvprim else ""
     print(f"\n{title}: us per launch\n{'row B':>6} {'rows':>7}" + "".join(f" {name:>12}" for name in columns) + ratio)
     for row_bytes in widths:
         memory = tables(row_bytes)
         for rows in counts:
-            point(kvprim, memory, row_bytes, rows, columns)
+            point(memory, row_bytes, rows, columns)
         del memory
         torch.cuda.empty_cache()
 
@@ -259,14 +235,13 @@ def main():
     if not torch.cuda.is_available():
         print(f"skip bench_torch: torch {torch.__version__} finds no CUDA device")
         return
-    kvprim = by_ctypes.load(sys.argv[1]) if len(sys.argv) > 1 else None
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     table = lambda row_bytes: random_rows(TABLE_BYTES // row_bytes, row_bytes)
-    run("gather", gather_point, kvprim, ["index_select", "embedding"], table)
-    run("store", store_point, kvprim, ["index_put_", "index_copy_"], lambda b: (table(b), table(b)))
-    run("store of V in vLLM's first layout", v0_point, kvprim, ["index_put_"],
+    run("gather", gather_point, ["index_select", "embedding"], table)
+    run("store", store_point, ["index_put_", "index_copy_"], lambda b: (table(b), table(b)))
+    run("store of V in vLLM's first layout", v0_point, ["index_put_"],
         lambda b: table(b).view(-1, b // 2, 16), widths=(2048,), counts=(1, 64, 1024, 4096))
-    foreach_copy(kvprim)
+    foreach_copy()
 
 
 if __name__ == "__main__":

@@ -275,13 +275,6 @@ engine()
 
 # ---- callers: the shared library ----
 
-# has_layout: the structures of examples/08_torch.py match the headers.
-has_layout()
-{
-    python3 examples/08_torch.py --layout >"$build/layout.c" &&
-        $CC -std=c11 -Wall -Wextra -Wpedantic -Werror -I. -c "$build/layout.c" -o "$build/unit.o"
-}
-
 # lib_target ARGUMENT...: runs `make lib` without nvcc, in a folder of its own.
 lib_target()
 {
@@ -321,22 +314,33 @@ library()
     else
         skip "what ${library##*/} exports: no nm"
     fi
-    if ! has python3; then
-        skip 'examples/08_torch.py: no python3'
-    else
-        cell 'structures of examples/08_torch.py' has_layout
-        if python3 -c 'import torch' >/dev/null 2>&1; then
-            cell 'examples/08_torch.py on the CPU' python3 examples/08_torch.py $library
-        else
-            skip 'examples/08_torch.py, all but its structures: python3 has no torch'
-        fi
-        if python3 -c 'import torch, transformers' >/dev/null 2>&1; then
-            cell 'examples/13_transformers on the CPU' python3 examples/13_transformers/run.py $library
-        else
-            skip 'examples/13_transformers: python3 has no torch or no transformers'
-        fi
+    group 'shared library'
+}
+
+# python_modules MODULE...: python3 imports them.
+python_modules()
+{
+    has python3 && python3 -c "import $(echo "$@" | tr ' ' ,)" >/dev/null 2>&1
+}
+
+# The package for Python, as it is built without nvcc. What its tests lack, such as torch, they say themselves.
+package()
+{
+    where='import sysconfig; print(sysconfig.get_path("include"))'
+    if ! has python3 || ! has "$CXX" || [ ! -e "$(python3 -c "$where")/Python.h" ]; then
+        skip 'examples/python: no python3 with its headers, or no C++ compiler'
+        return
     fi
-    group 'shared library and Python'
+    export KVPRIM_CUDA_ARCH=none PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1
+    cell 'examples/python builds' env CC="$CC" CXX="$CXX" python3 examples/python/build_backend.py "$build/python"
+    program 'examples/python on the CPU' python3 examples/python/tests/test_kvprim.py
+    if python_modules torch transformers; then
+        cell 'examples/13_transformers on the CPU' python3 examples/13_transformers/run.py
+    else
+        skip 'examples/13_transformers: python3 has no torch or no transformers'
+    fi
+    unset KVPRIM_CUDA_ARCH PYTHONPATH PYTHONDONTWRITEBYTECODE
+    group 'examples/python'
 }
 
 # ---- callers: targets of make ----
@@ -428,6 +432,7 @@ callers()
     engine
     library_flags
     library
+    package
     targets
 }
 

@@ -532,9 +532,11 @@ programs()
     engine_built
     program 'test_cuda, here or without a GPU' "$build/test_cuda"
     program 'test_nvtx, CUDA' "$build/test_nvtx"
-    if has python3; then
-        program 'operators for PyTorch' env CUDA_HOME="${CUDA_HOME:-${NVCC%/bin/nvcc}}" python3 examples/12_torch_ops.py
+    if has python3 && python3 -c 'import torch' >/dev/null 2>&1; then
+        cell 'examples/python builds with nvcc' env NVCC="$NVCC" KVPRIM_CUDA_ARCH=90 \
+            python3 examples/python/build_backend.py "$build/python"
+        program 'examples/python' env PYTHONPATH="$build/python" python3 examples/python/tests/test_kvprim.py
     else
-        skip 'operators for PyTorch: no python3'
+        skip 'examples/python with nvcc: no python3, or it has no torch'
     fi
 }

@@ -1,99 +1,42 @@
 # SPDX-License-Identifier: MIT
-"""Builds and loads kvprim's operators for PyTorch, and tests them against torch's indexing.
+"""Tests the package against torch's indexing and casts, and prints the host's time of a call.
 
-    python3 examples/12_torch_ops.py        builds in build/12_torch_ops; needs torch with CUDA, nvcc and a C++ compiler
+    PYTHONPATH=build/python python3 examples/python/tests/test_kvprim.py      or `make torch`
 
-To use the operators in a program of your own, copy load_operators() and 12_torch_ops.cpp, whose end lists them:
-
-    ops = load_operators("path/to/kvprim's headers", "build folder")
-    ops.store(k, v, k_cache, v_cache, slot, "NHD")
-    rows = ops.gather_new(k_cache, index, "NHD")
-    ops.store(k, v, k_cache, v_cache, slot, "NHD", cache_dtype="fp8_e4m3", k_scale=k_scale, v_scale=v_scale)
-    ops.store(kv_c, k_pe, kv_cache, None, slot, "NHD", cache_dtype="fp8_ds_mla")
-    ops.store(k, v, kv_cache, None, slot, "NHD", kv_dim=0)
-
-The last takes K and V in one tensor, [2, pages, page, heads, dim]. Without torch.compile its halves may also be k_cache
-and v_cache. torch.compile would lose what is written to one of them, so that is an error there: 12_torch_ops.cpp says
-what else is safe.
-
-The tests run on the CPU, where kvprim's host functions serve the same operators, and on a GPU if there is one: results,
-conversions against torch's casts, refusals, torch.library.opcheck, torch.compile(fullgraph=True), CUDA graphs, and the
-time of a call on the host.
+Each operator is called eagerly and through torch's dispatcher, on the CPU, where kvprim's host functions serve, and on
+a GPU if there is one: results, conversions, refusals, opcheck, torch.compile(fullgraph=True), CUDA graphs. Without
+torch, prefixes of lists and arrays, and with numpy and TVM-FFI each operator once, on the CPU.
 """
-import importlib
+import array
+import contextlib
 import os
 import statistics
+import subprocess
 import sys
 import time
-import types
+
+import kvprim as ops
 
 try:
     import torch
-    import torch.utils.cpp_extension
 except ImportError:
     torch = None
+try:
+    import numpy
+except ImportError:
+    numpy = None
+try:
+    import tvm_ffi
+    ffi = tvm_ffi.load_module(ops.ffi_library())
+except (ImportError, OSError, RuntimeError):
+    tvm_ffi = None
 
-EXAMPLES = os.path.dirname(os.path.abspath(__file__))
-WHOLE_FORMATS = {"fp8_ds_mla": (512, 64), "fp8_ds_mla_sglang": (512, 64), "fp8_ds_mla_v4": (448, 64),
-                 "fp8_indexer": (128, 0), "fp8_indexer_ue8m0": (128, 0)}  # elements that are quantised, and copied
+WHOLE_FORMATS = (  # name, bytes of a token, elements: quantised, copied, in a tile; whether powers of two; least scale
+    ("fp8_ds_mla", 656, 512, 64, 128, True, 1e-4), ("fp8_ds_mla_sglang", 656, 512, 64, 128, False, 2.0 ** -126),
+    ("fp8_ds_mla_v4", 584, 448, 64, 64, True, 1e-4 / 448), ("fp8_indexer", 132, 128, 0, 128, False, 1e-4 / 448),
+    ("fp8_indexer_ue8m0", 132, 128, 0, 128, True, 1e-4 / 448))
 
-
-def fake_of(operator):
-    """The fake function of an operator that returns nothing. Refuses writes that torch.compile sends elsewhere."""
-    parameters = operator._schema.arguments
-    written = [p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write]
-
-    def fake(*arguments, **options):
-        given, seen = dict(zip((p.name for p in parameters), arguments), **options), {}
-        for name in written:
-            value = given.get(name)
-            for tensor in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
-                if isinstance(tensor.storage_offset(), torch.SymInt):
-                    raise RuntimeError(
-                        f"{operator} writes {name}, a view that begins where dynamic sizes say: torch.compile may "
-                        "write elsewhere. Keep these sizes static, or write the whole tensor")
-                other = seen.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
-                if other[1] is not tensor:
-                    raise RuntimeError(
-                        f"{operator} writes {other[0]} and {name}, parts of one tensor: torch.compile loses what is "
-                        "written to one of them. Store with kv_dim, call it once for each tensor, or call it in a "
-                        "torch.library.custom_op that mutates the whole tensor")
-
-    return fake
-
-
-def load_operators(headers, folder):
-    """The operators of torch.ops.kvprim, built in `folder` with the headers in `headers`; builds what has changed."""
-    os.makedirs(folder, exist_ok=True)
-    kernels = os.path.join(folder, "kvprim.cu")
-    if not os.path.exists(kernels):
-        with open(kernels, "w") as file:
-            file.write('#define KVPRIM_IMPLEMENTATION\n#include "kvprim_cuda.cuh"\n')
-    hidden = "-fvisibility=hidden"  # another copy of kvprim may live in the process
-    torch.utils.cpp_extension.load(
-        "kvprim_torch", [os.path.join(EXAMPLES, "12_torch_ops.cpp"), kernels], extra_include_paths=[headers],
-        extra_cflags=["-O2", hidden], extra_cuda_cflags=["-O3", "-Xcompiler", hidden], build_directory=folder,
-        is_python_module=False)
-    in_place, functional = ("gather", "store", "transfer", "copy", "slots"), ("gather_new", "slots_new")
-    for name in in_place:
-        torch.library.register_fake("kvprim::" + name, fake_of(getattr(torch.ops.kvprim, name).default))
-
-    @torch.library.register_fake("kvprim::gather_new")
-    def _(src, index, layout="rows", *, cache_dtype="auto", dtype=None, **_):
-        row = {"rows": src.shape[1:], "NHD": src.shape[2:], "HND": (*src.shape[1:2], *src.shape[3:])}[layout]
-        if cache_dtype in WHOLE_FORMATS:
-            row = (sum(WHOLE_FORMATS[cache_dtype]),)
-        return src.new_empty((index.shape[0], *row), dtype=dtype)
-
-    @torch.library.register_fake("kvprim::slots_new")
-    def _(pages, count, *_, **__):
-        return pages.new_empty(count, dtype=torch.int64)
-
-    # The overloads themselves: torch.ops.kvprim.gather() has one overload, and would first find it, at each call.
-    return types.SimpleNamespace(**{name: getattr(torch.ops.kvprim, name).default for name in in_place + functional})
-
-
-# ---- tests: caches of 40 pages of 16 rows, which have 4 heads of 64 elements ----------------------------------------
+# ---- caches of 40 pages of 16 rows, which have 4 heads of 64 elements ----------------------------------------
 
 PAGES, PAGE, HEADS, DIM = 40, 16, 4, 64
 SLOTS = PAGES * PAGE
@@ -136,7 +79,7 @@ def refused(words, call, *arguments, **options):
     assert False, f"not refused: {words}"
 
 
-def gathers(ops, device):
+def gathers(device):
     for layout in ("rows", "NHD", "HND"):
         src, = caches(device, layout, 1)
         for dtype in (torch.int32, torch.int64):
@@ -158,9 +101,14 @@ def gathers(ops, device):
     assert torch.equal(shard, out[:5]), "shard, in place"
     assert torch.equal(shard[3], src[-1, :, -1]) and not shard[[1, 2, 4]].any() and rejected.item() == 1, "shard"
     assert ops.gather_new(src, index[:0], "HND").shape == (0, HEADS, DIM), "no index"
+    part, rows = src.view(SLOTS, -1)[:, 64:128], torch.randperm(SLOTS, device=device)[:20]
+    assert torch.equal(ops.gather_new(part, rows), part[rows]), "parts of rows"
+    rows[::3], kept = -1, torch.ones((20, 64), dtype=src.dtype, device=device)
+    ops.gather(kept, part, rows, keep_padding=True)
+    assert torch.equal(kept, part[rows.clamp(min=0)].masked_fill(rows[:, None] < 0, 1)), "padded rows left alone"
 
 
-def stores(ops, device):
+def stores(device):
     qkv = random_like(100, 3 * HEADS * DIM, device=device)
     q, k, v = qkv.view(100, 3, HEADS, DIM).unbind(1)
     for layout in ("rows", "NHD", "HND"):
@@ -186,7 +134,7 @@ def stores(ops, device):
     assert torch.equal(latent, expected), "K alone, for fewer slots than rows"
 
 
-def transfers(ops, device):
+def transfers(device):
     pin = device == "cuda"
     layers = caches(device, "HND", 5)
     host = torch.zeros((PAGES * PAGE, 5, HEADS, DIM), dtype=torch.bfloat16, pin_memory=pin)  # page first
@@ -211,12 +159,31 @@ def transfers(ops, device):
         ops.transfer(again[first], layers[first], dst_layers=pointers[0].view(torch.uint64), src_layers=pointers[1])
         assert all(map(torch.equal, again, layers)), "all rows, pointers on the device"
 
+    again[1].zero_()
+    ops.transfer(again, layers, torch.arange(PAGES), torch.arange(PAGES, device=device))
+    assert all(map(torch.equal, again, layers)), "one index on the CPU, one on the device"
+    again[0].zero_(), again[4].zero_()
+    size, page = layers[0][0].nbytes, torch.tensor([3, 9, -1], device=device)
+    ops.transfer_addresses(*pointers, page, page, size, dst_stride=size, dst_rows=PAGES)
+    assert all(torch.equal(again[i][page[:2]], layers[i][page[:2]]) for i in (0, 4)), "by addresses, rows without bound"
+    assert not again[4][0].any(), "rows that no index names"
+
     pages = torch.tensor([[3, 9], [7, 30]], device=device)
     ops.transfer(layers, layers, pages[1], pages[0], same_cache=True)
     assert all(torch.equal(layer[pages[1]], layer[pages[0]]) for layer in layers), "copy-on-write of pages"
 
 
-def copies(ops, device):
+def copies(device):
+    """Copies of tensors and of addresses, and fragments."""
+    received, buffer = random_like(1000, 192, device=device), random_like(1000, 192, device=device)
+    expected, fragments = buffer.clone(), [(900 * 384, 5 * 384, 768), (0, 100 * 384, 192000), (0, 0, 0)]
+    expected[5:7], expected[100:600] = received[900:902], received[:500]
+    ops.unpack(buffer, received, fragments)
+    ops.unpack(received[600:700], received[:100], torch.tensor([[0, 384, 384]]))
+    assert torch.equal(buffer, expected) and torch.equal(received[601], received[0]), "unpack"
+    ops.copy_addresses([(received.data_ptr(), buffer.data_ptr(), 768), (0, buffer[9].data_ptr(), 768)], device)
+    expected[:2], expected[9:11] = received[:2], 0
+    assert torch.equal(buffer, expected), "addresses, and zeros"
     sizes = [(3,), (1 << 18,), (100, 7), (0,), (1,)]
     src = [random_like(*size, device=device) for size in sizes] + [random_like(60, 8, device=device).t()]
     dst = [torch.zeros_like(tensor) for tensor in src]
@@ -230,8 +197,53 @@ def copies(ops, device):
         assert torch.equal(dst[1], -src[1]), "and between GPU tensors in the same call"
 
 
-# Conversions. 08_torch.py says in torch's own casts what kvprim must give.
-casts = importlib.import_module("08_torch")
+# Conversions, against torch's own  Those do not saturate, so clamp() goes first, which leaves NaN; torch keeps a
+# NaN's sign and some of its bits, and kvprim gives every NaN the bits of `nan`.
+
+def quantized(x, dtype, scale=None):
+    """x / scale in the quantised dtype, as bytes; scale: a tensor that broad A division by a number would become
+    a multiplication by its inverse on a GPU."""
+    x = x.float() if scale is None else x.float() / scale
+    nan = x.isnan()
+    if dtype == torch.int8:
+        return x.round().clamp(-127, 127).masked_fill(nan, 0).to(torch.int8).view(torch.uint8)
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).masked_fill(nan, 0).to(dtype).view(torch.uint8).masked_fill(nan, 0x7f)
+
+
+def canonical(x):
+    """The bits of a floating-point tensor, with one NaN."""
+    bits, nan = {2: (torch.int16, 0x7fff), 4: (torch.int32, 0x7fffffff)}[x.element_size()]
+    return x.contiguous().view(bits).masked_fill(x.isnan(), nan)
+
+
+def dequantized(stored, dtype, scale=None):
+    """stored * scale, as bits of dtype."""
+    x = stored.float() if scale is None else stored.float() * scale
+    return canonical(x.to(dtype))
+
+
+def computed_scale(tiles, dtype, least=2.0 ** -126, power_of_two=False):
+    """The scale of each tile, which is the last dimension. NaN does not count, infinity is the largest number."""
+    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+    magnitude = tiles.float().abs().nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max).amax(-1)
+    scale = (magnitude / torch.full_like(magnitude, largest)).clamp(min=least)
+    bits = scale.view(torch.int32)
+    return ((bits + 0x7fffff) & ~0x7fffff).view(torch.float32) if power_of_two else scale
+
+
+def every_value(dtype, device):
+    """128 rows of 512: all values of a 16-bit type, or as many random bits of float32."""
+    if dtype == torch.float32:
+        return torch.empty((128, 256), dtype=torch.int64, device=device).random_().view(torch.float32)
+    return torch.arange(65536, device=device).to(torch.int16).view(128, 512).view(dtype)
+
+
+FLOATS = ("bfloat16", "float16", "float32")
+QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
+SCALES = (None, 1.0, 0.37, 3.1e-5, 2.0 ** -126, 1e-40, 2.0 ** 127, -2.0, 0.0, float("inf"), float("nan"))
+
+
 STORED = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 
 
@@ -256,7 +268,42 @@ def with_edges(rows):
     return rows
 
 
-def scaled_caches(ops, device):
+FLOATS, QUANTIZED = ("bfloat16", "float16", "float32"), ("float8_e4m3fn", "float8_e5m2", "int8")
+SCALES = (None, 1.0, 0.37, 3.1e-5, 2.0 ** -126, 1e-40, 2.0 ** 127, -2.0, 0.0, float("inf"), float("nan"))
+
+
+def every_conversion(device):
+    """All values of each type, into all that it converts to, with all kinds of scales."""
+    slot, nans = torch.randperm(160, device=device)[:128], counter(device)
+    index = torch.cat((torch.randperm(32, device=device), torch.tensor([-1, 32], device=device)))
+    stored = torch.arange(256, device=device).to(torch.uint8).repeat(32).view(2, 16, 256)
+    for name in QUANTIZED:
+        dtype = getattr(torch, name)
+        cache, rows = stored.view(dtype), stored.view(32, 256).view(dtype)
+        for kind in FLOATS:
+            x = every_value(getattr(torch, kind), device)
+            for value in SCALES:
+                scale = None if value is None else torch.full((1,), value, device=device)
+                into = torch.full((10, 16, 512), 0xa5, dtype=torch.uint8, device=device)
+                ops.store(x, None, into.view(dtype), None, slot, "NHD", k_scale=scale, nans=nans.zero_())
+                assert torch.equal(into.view(160, 512)[slot], quantized(x, dtype, scale)), (name, kind, value)
+                if name == "int8":
+                    assert nans.item() == (x if value is None else x.float() / scale).isnan().sum(), (kind, value)
+                out, rejected = torch.full((34, 256), 3, dtype=x.dtype, device=device), counter(device)
+                ops.gather(out, cache, index, "NHD", scale=scale, rejected=rejected)
+                assert torch.equal(canonical(out)[:32], dequantized(rows, x.dtype, scale)[index[:32]]), (name, kind)
+                assert not out[32:].any() and rejected.item() == 1, (name, kind, value)
+    for kind in FLOATS:  # and into each other
+        rows = every_value(getattr(torch, kind), device).view(-1, 256)
+        index = torch.randperm(rows.shape[0], device=device)
+        for target in (getattr(torch, name) for name in FLOATS):
+            got, expected = ops.gather_new(rows, index, dtype=target), rows[index].to(target)
+            same = torch.equal(as_bytes(got), as_bytes(expected)) if target == rows.dtype else torch.equal(
+                canonical(got), canonical(expected))
+            assert same, (kind, target)
+
+
+def scaled_caches(device):
     """k_scale and v_scale: one element, one for each head, or none; caches by dtype and by name."""
     qkv = with_edges(random_like(100, 3 * HEADS * DIM, device=device) * 100)
     q, k, v = qkv.view(100, 3, HEADS, DIM).unbind(1)
@@ -274,7 +321,7 @@ def scaled_caches(ops, device):
                 expected = [as_bytes(c).clone() for c in cached]
                 for cache, rows, scale in zip(expected, (k, v), (k_scale, v_scale)):
                     column = scale if scale is None or scale.numel() == 1 else scale[:, None]
-                    cache[place(slot[keep], layout)] = casts.quantized(rows[keep], dtype, column)
+                    cache[place(slot[keep], layout)] = quantized(rows[keep], dtype, column)
                 ops.store(k, v, *cached, slot, layout, cache_dtype=cache_dtype, k_scale=k_scale, v_scale=v_scale)
                 assert all(torch.equal(as_bytes(a), b) for a, b in zip(cached, expected)), (layout, cache_dtype, stored)
                 for cache, want, scale in zip(cached, expected, (k_scale, v_scale)):
@@ -282,7 +329,7 @@ def scaled_caches(ops, device):
                     want = want.view(dtype)[place(slot.clamp(min=0), layout)]
                     for wide in (torch.bfloat16, torch.float16, torch.float32):
                         got = ops.gather_new(cache, slot, layout, cache_dtype=cache_dtype, scale=scale, dtype=wide)
-                        value = casts.dequantized(want, wide, column).masked_fill(~keep[:, None, None], 0)
+                        value = dequantized(want, wide, column).masked_fill(~keep[:, None, None], 0)
                         assert torch.equal(got.view(value.dtype), value), (layout, cache_dtype, stored, wide)
     before = [as_bytes(cache).clone() for cache in cached]  # and no token at all
     ops.store(k[:0], v[:0], *cached, slot[:0], layout, cache_dtype=cache_dtype, k_scale=each, v_scale=one)
@@ -292,15 +339,18 @@ def scaled_caches(ops, device):
     inverse = torch.full((1,), 4.0, device=device)
     cache = torch.zeros((SLOTS, HEADS, DIM), dtype=torch.float8_e4m3fn, device=device)
     ops.store(k, None, cache, None, slot, k_scale=inverse, scale_inverse=True)
-    assert torch.equal(as_bytes(cache)[slot[keep]], casts.quantized(k[keep].float() * 4, cache.dtype)), "inverse"
+    assert torch.equal(as_bytes(cache)[slot[keep]], quantized(k[keep].float() * 4, cache.dtype)), "inverse"
+    moved, where = torch.zeros_like(cache), torch.where(keep)[0]
+    ops.transfer([moved], [k.contiguous()], slot[where], where, dst_scale=inverse, scale_inverse=True)
+    assert torch.equal(as_bytes(moved), as_bytes(cache)), "inverse of a transfer"
     ops.gather(q, cache, slot, scale=1 / inverse)
-    assert torch.equal(bits(q[keep]), casts.dequantized(cache[slot[keep]], q.dtype, 1 / inverse)), "and back"
+    assert torch.equal(bits(q[keep]), dequantized(cache[slot[keep]], q.dtype, 1 / inverse)), "and back"
     wide = torch.zeros((SLOTS, HEADS, DIM), dtype=torch.float32, device=device)
     ops.store(k, None, wide, None, slot)
-    assert torch.equal(casts.canonical(wide[slot[keep]]), casts.canonical(k[keep].float())), "bfloat16 as float32"
+    assert torch.equal(canonical(wide[slot[keep]]), canonical(k[keep].float())), "bfloat16 as float32"
 
 
-def computed_scales(ops, device):
+def computed_scales(device):
     """Scale caches: a scale for each token and head, in a cache of its own and inside the padded heads of a cache."""
     k, v = (with_edges(random_like(100, HEADS, DIM, device=device)) for _ in "kv")
     k[1], k[2] = 0, 1e-5  # the least scale
@@ -320,60 +370,85 @@ def computed_scales(ops, device):
                 ops.store(k, v, *cached, slot, layout, cache_dtype=name, k_scale_cache=scales[0],
                           v_scale_cache=scales[1])
                 for cache, scale, row, base in zip(cached, scales, rows, whole):
-                    expected = casts.computed_scale(row, dtype, least)
+                    expected = computed_scale(row, dtype, least)
                     got = scale[place(slot[keep], layout)]
                     assert torch.equal(got, expected), (layout, name, padding)
-                    want = casts.quantized(row.float() * (1 / expected)[..., None], dtype) if inverse else \
-                        casts.quantized(row, dtype, expected[..., None])
+                    want = quantized(row.float() * (1 / expected)[..., None], dtype) if inverse else \
+                        quantized(row, dtype, expected[..., None])
                     cells = place(slot[keep], layout)
                     assert torch.equal(as_bytes(cache[cells].contiguous()), want), (layout, name, padding)
                     assert not base[..., DIM + 4:].any(), "padding written"
                     back = ops.gather_new(cache, slot[keep], layout, cache_dtype=name, scale=scale, dtype=k.dtype)
-                    assert torch.equal(bits(back), casts.dequantized(want.view(dtype), k.dtype, expected[..., None]))
+                    assert torch.equal(bits(back), dequantized(want.view(dtype), k.dtype, expected[..., None]))
+    for dtype, least, power_of_two in ((torch.float8_e5m2, 1e-6, False), (torch.int8, 0, True)):
+        cache = torch.zeros((PAGES, PAGE, HEADS, DIM), dtype=dtype, device=device)
+        scales = scales_like(device, "NHD", 8)
+        ops.store(k, None, cache, None, slot, "NHD", k_scale_cache=scales, scale_min=least,
+                  scale_power_of_two=power_of_two)
+        expected = computed_scale(rows[0].view(-1, 8, DIM // 2), dtype, least or 2.0 ** -126, power_of_two)
+        assert torch.equal(scales.view(SLOTS, 8)[slot[keep]], expected), (dtype, "scales of tiles")
+        want = quantized(rows[0].view(-1, 8, DIM // 2), dtype, expected[..., None])
+        assert torch.equal(as_bytes(cache.view(SLOTS, 8, -1)[slot[keep]]), want), (dtype, "values of tiles")
     power = scales_like(device, "NHD", 8, torch.float8_e8m0fnu)
     cache = torch.zeros((PAGES, PAGE, HEADS, DIM), dtype=torch.float8_e4m3fn, device=device)
     ops.store(k, None, cache, None, slot, "NHD", k_scale_cache=power)
-    expected = casts.computed_scale(rows[0].view(-1, 8, DIM // 2), cache.dtype, power_of_two=True)
+    expected = computed_scale(rows[0].view(-1, 8, DIM // 2), cache.dtype, power_of_two=True)
     assert torch.equal(power.view(SLOTS, 8)[slot[keep]].float(), expected), "float8_e8m0fnu, two for each head"
 
 
-def whole_formats(ops, device):
-    """Caches that hold their scales: what a gather gives is what the casts give; 08_torch.py checks each byte."""
-    for name, token in (("fp8_ds_mla", 656), ("fp8_ds_mla_sglang", 656), ("fp8_ds_mla_v4", 584), ("fp8_indexer", 132),
-                        ("fp8_indexer_ue8m0", 132)):
-        quantized, copied = WHOLE_FORMATS[name]
-        tile, power = 64 if name == "fp8_ds_mla_v4" else 128, name not in ("fp8_ds_mla_sglang", "fp8_indexer")
-        whole = torch.zeros((10, 64 * token + 64), dtype=torch.uint8, device=device)  # padded pages
+def whole_formats(device):
+    """Caches that hold their scales: each byte of the cache, and what a gather and a transfer give."""
+    for name, token, quantised, copied, tile, power, least in WHOLE_FORMATS:
+        whole = torch.full((10, 64 * token + 64), 0xa5, dtype=torch.uint8, device=device)  # padded pages
         cache = whole[:, :64 * token].view(10, 64, token)
-        again, rejected = torch.zeros_like(cache, memory_format=torch.contiguous_format), counter(device)
-        rows, slot = random_like(100, quantized + copied, device=device), some_slots(100, device)
-        slot[1] = SLOTS + 1
-        k, v = rows[:, :quantized], rows[:, quantized:].contiguous() if copied else None
+        again, rejected, before = cache.clone(), counter(device), whole.clone()
+        rows, slot = with_edges(random_like(100, quantised + copied, device=device)), some_slots(100, device)
+        rows[2], rows[3], slot[1] = 0, 1e-6, SLOTS + 1
+        k, v = rows[:, :quantised], rows[:, quantised:].contiguous() if copied else None
         ops.store(k, v, cache, None, slot, "NHD", cache_dtype=name, rejected=rejected)
         ops.store(rows, None, again, None, slot, "NHD", cache_dtype=name)
         assert torch.equal(cache, again) and rejected.item() == 1, f"{name}: k and v beside each other"
         keep = (slot >= 0) & (slot < SLOTS)
-        scale = casts.computed_scale(k.reshape(100, -1, tile), torch.float8_e4m3fn, power_of_two=power)
-        scale = scale.repeat_interleave(tile, 1)
-        divided = (k.float() * (1 / scale), torch.float8_e4m3fn) if name == "fp8_ds_mla_sglang" else (
-            k, torch.float8_e4m3fn, scale)
-        stored = casts.quantized(*divided).view(torch.float8_e4m3fn)
-        expected = bits(rows)
-        expected[:, :quantized] = casts.dequantized(stored, torch.bfloat16, scale)
+        scale = computed_scale(k.reshape(100, -1, tile), torch.float8_e4m3fn, torch.tensor(least).item(), power)
+        each = scale.repeat_interleave(tile, 1)
+        stored = quantized(k.float() * (1 / each), torch.float8_e4m3fn) if name == "fp8_ds_mla_sglang" else quantized(
+            k, torch.float8_e4m3fn, each)
+        size = token if token == 656 else quantised + 2 * copied
+        for i in torch.where(keep)[0].tolist():  # what each format is, byte by byte
+            page, r = before[slot[i] // 64], slot[i].item() % 64
+            page[r * size:r * size + quantised] = stored[i]
+            if copied:
+                page[r * size + (528 if token == 656 else quantised):][:2 * copied] = v[i].view(torch.uint8)
+            if token == 656:
+                page[r * size + 512:r * size + 528] = scale[i].view(torch.uint8)
+            elif name == "fp8_ds_mla_v4":
+                page[64 * size + r * 8:64 * size + r * 8 + 7] = ((scale[i].view(torch.int32) >> 23) & 255).byte()
+            else:
+                page[64 * size + r * 4:64 * size + r * 4 + 4] = scale[i].view(torch.uint8)
+        assert torch.equal(whole, before), f"{name}: bytes"
+        expected = bits(rows).clone()
+        expected[:, :quantised] = dequantized(stored.view(torch.float8_e4m3fn), torch.bfloat16, each)
         expected[~keep] = 0
         got, part = ops.gather_new(cache, slot, "NHD", cache_dtype=name, dtype=torch.bfloat16), torch.ones_like(k)
         assert torch.equal(bits(got), expected), name
         ops.gather(part, cache, slot, "NHD", cache_dtype=name)
-        assert torch.equal(bits(part), expected[:, :quantized]), f"{name}: what is quantised alone"
+        assert torch.equal(bits(part), expected[:, :quantised]), f"{name}: what is quantised alone"
+        index, moved = torch.where(keep)[0], [torch.zeros_like(rows) for _ in range(2)]
+        ops.transfer(moved, [cache, whole.clone()[:, :64 * token].view(cache.shape)], index, slot[index], "rows", "NHD",
+                     src_dtype=name)
+        assert all(torch.equal(bits(m)[index], expected[index]) for m in moved), f"{name}: transfer"
+        moved = [torch.full_like(cache, 0xa5, memory_format=torch.contiguous_format) for _ in range(2)]
+        ops.transfer(moved, [rows, rows], slot[index], index, "NHD", "rows", dst_dtype=name)
+        assert all(torch.equal(m, cache) for m in moved), f"{name}: transfer into it"
         ops.store(rows[:0], None, again, None, slot[:0], "NHD", cache_dtype=name)
         none = ops.gather_new(again, slot[:0], "NHD", cache_dtype=name, dtype=torch.bfloat16)
-        assert none.shape == (0, quantized + copied) and torch.equal(cache, again), f"{name}: no token"
+        assert none.shape == (0, quantised + copied) and torch.equal(cache, again), f"{name}: no token"
     packed = torch.zeros((SLOTS, 656), dtype=torch.uint8, device=device)  # rows that follow each other, without pages
     ops.store(random_like(100, 576, device=device), None, packed, None, slot, cache_dtype="fp8_ds_mla")
     assert packed[slot[keep]].any(1).all(), "rows of 656 bytes"
 
 
-def scaled_transfers(ops, device):
+def scaled_transfers(device):
     """Layers of bfloat16 to layers of FP8, with a scale for each, and back."""
     layers, index = caches(device, "HND", 5), some_slots(50, device)
     index[::7] = 5
@@ -387,16 +462,16 @@ def scaled_transfers(ops, device):
         for i, (was, stored, got) in enumerate(zip(layers, small, back)):
             was, stored, got = (layer[place(index, "HND")] for layer in (was, stored, got))
             each = None if scale is None else scale[i if scale.shape[0] == 5 else 0].view(-1, 1)
-            assert torch.equal(as_bytes(stored), casts.quantized(was, stored.dtype, each)), "to FP8"
-            assert torch.equal(bits(got), casts.dequantized(stored, got.dtype, each)), "and back"
+            assert torch.equal(as_bytes(stored), quantized(was, stored.dtype, each)), "to FP8"
+            assert torch.equal(bits(got), dequantized(stored, got.dtype, each)), "and back"
     scale = torch.rand(HEADS, device=device) + 0.5
     for shaped in (scale, scale[None]):
         ops.transfer(small[:1], layers[:1], index, index, "HND", "HND", dst_scale=shaped)
-        expected = casts.quantized(layers[0][place(index, "HND")], small[0].dtype, scale[:, None])
+        expected = quantized(layers[0][place(index, "HND")], small[0].dtype, scale[:, None])
         assert torch.equal(as_bytes(small[0][place(index, "HND")]), expected), "one layer"
 
 
-def slots_of(ops, device):
+def slots_of(device):
     pages = torch.randperm(PAGES, device=device)[:32].view(4, 8)
     pages[2, 3] = -1  # not yet given a page
     request = torch.randint(4, (200,), device=device)
@@ -425,26 +500,26 @@ def slots_of(ops, device):
     assert torch.equal(got, expected_of(request, position)), "cumulative lengths"
 
 
-def refusals(ops, device):
+def refusals(device):
     (cache, other), index = caches(device, "NHD"), some_slots(10, device)
     rows = random_like(10, HEADS, DIM, device=device)
     refused("layout|nhd", ops.gather_new, cache, index, "nhd")
-    refused("index|Float", ops.gather_new, cache, index.float(), "NHD")
+    refused("index is float32", ops.gather_new, cache, index.float(), "NHD")
     refused("index|2 dimensions", ops.gather_new, cache, index.view(2, 5), "NHD")
     refused("index|expanded", ops.gather_new, cache, index[:1].expand(10), "NHD")
-    refused("out|Long|no element type", ops.gather, rows.long(), cache, index, "NHD")
+    refused("out is int64|no element type", ops.gather, rows.long(), cache, index, "NHD")
     refused("a row of out|128 elements|256", ops.gather, rows[:, :2].float(), cache, index, "NHD")
     fp8, scale = torch.zeros(cache.shape, dtype=torch.float8_e4m3fn, device=device), torch.ones(1, device=device)
-    refused("k_cache is Byte|cache_dtype", ops.store, rows, None, as_bytes(fp8), None, index, "NHD")
+    refused("k_cache is uint8|cache_dtype", ops.store, rows, None, as_bytes(fp8), None, index, "NHD")
     refused("k_cache|\"fp4\"|\"fp8_e5m2\"|\"fp8_ds_mla\"", ops.store, rows, None, fp8, None, index, "NHD",
             cache_dtype="fp4")
-    refused("k_cache is BFloat16|\"fp8\"", ops.store, rows, None, cache, None, index, "NHD", cache_dtype="fp8")
-    refused("k_cache is Float8_e4m3fn|\"fp8_e5m2\"", ops.store, rows, None, fp8, None, index, "NHD",
+    refused("k_cache is bfloat16|\"fp8\"", ops.store, rows, None, cache, None, index, "NHD", cache_dtype="fp8")
+    refused("k_cache is float8_e4m3fn|\"fp8_e5m2\"", ops.store, rows, None, fp8, None, index, "NHD",
             cache_dtype="fp8_e5m2")
     refused("KVPRIM_ERROR", ops.store, rows, None, cache, None, index, "NHD", k_scale=scale)
     refused("KVPRIM_ERROR_UNSUPPORTED", ops.gather_new, fp8, index, "NHD", dtype=torch.int8)
     refused("dtype must say", ops.gather_new, fp8, index, "NHD", scale=scale)
-    refused("scale is Double", ops.gather, rows, fp8, index, "NHD", scale=scale.double())
+    refused("scale is float64", ops.gather, rows, fp8, index, "NHD", scale=scale.double())
     refused("k_scale has 3 elements|256", ops.store, rows, None, fp8, None, index, "NHD", k_scale=scale.expand(3))
     refused("k_scale is expanded", ops.store, rows, None, fp8, None, index, "NHD", k_scale=scale.expand(4))
     refused("k_scale has shape [1, 4]", ops.store, rows, None, fp8, None, index, "NHD", k_scale=scale.expand(1, 4))
@@ -461,11 +536,13 @@ def refusals(ops, device):
     refused("fp8_per_token_head needs scale", ops.gather, rows, fp8, index, "NHD", cache_dtype="fp8_per_token_head")
     mla, latent = torch.zeros((10, 64, 656), dtype=torch.uint8, device=device), random_like(10, 576, device=device)
     for words, k, v, whole, options in (
-            ("k_cache is Byte|656", latent, None, mla[..., :640], {}), ("k_cache|\"NHD\"", latent, None, mla[0, 0], {}),
+            ("k_cache is uint8|656", latent, None, mla[..., :640], {}),
+            ("k_cache|\"NHD\"", latent, None, mla[0, 0], {}),
             ("a row of k has 576|512", latent, latent[:, :64], mla, {}),
             ("v is None|512", latent[:, :512], None, mla, {}),
             ("a row of v has 32|64", latent[:, :512], latent[:, :32], mla, {}),
-            ("k is Float|16-bit", latent.float(), None, mla, {}), ("holds all", latent, None, mla, {"k_scale": scale}),
+            ("k is float32|16-bit", latent.float(), None, mla, {}),
+            ("holds all", latent, None, mla, {"k_scale": scale}),
             ("k_cache|\"rows\"", latent, None, mla.transpose(0, 1), {})):
         refused(words, ops.store, k, v, whole, None, index, "NHD", cache_dtype="fp8_ds_mla", **options)
     refused("fp8_indexer has no v", ops.store, latent[:, :128], latent[:, :64], mla[..., :132].contiguous(), None,
@@ -479,7 +556,7 @@ def refusals(ops, device):
     refused("KVPRIM_ERROR_OVERLAP", ops.gather, cache.view(SLOTS, HEADS, DIM)[:10], cache, index, "NHD")
     refused("src|expanded", ops.gather_new, rows[:1].expand(10, HEADS, DIM), index)
     refused("src|neither are packed", ops.gather_new, rows.view(10, 4, 8, 8)[:, :, ::2, ::2], index)
-    refused("rejected|Float", ops.gather, rows, cache, index, "NHD", rejected=torch.zeros(1, device=device))
+    refused("rejected is float32", ops.gather, rows, cache, index, "NHD", rejected=torch.zeros(1, device=device))
     refused("kv_dim|[40, 16, 4, 64]", ops.store, rows, rows, cache, None, index, "NHD", kv_dim=2)
     refused("kv_dim|v_cache None", ops.store, rows, rows, cache, other, index, "NHD", kv_dim=0)
     refused("v and v_cache", ops.store, rows, rows, cache, None, index, "NHD")
@@ -499,6 +576,18 @@ def refusals(ops, device):
             position=index)
     refused("cu_seqlens has 10|5", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS, cu_seqlens=index)
     refused("KVPRIM_ERROR_NULL", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS)
+    refused("nans is int8", ops.store, rows, None, fp8, None, index, "NHD", nans=index[:1].to(torch.int8))
+    refused("at most 8 dimensions, not 9", ops.gather, rows, cache.view(*cache.shape, 1, 1, 1, 1, 1), index, "NHD")
+    refused("index is int16", ops.gather, rows, cache, index.short(), "NHD")
+    refused("a row of dst has 512|64", ops.transfer, [latent[:, :512]], [mla], None, None, "rows", "NHD",
+            src_dtype="fp8_ds_mla")
+    refused("one side", ops.transfer, [mla], [mla.clone()], None, None, "NHD", "NHD", src_dtype="fp8_ds_mla",
+            dst_dtype="fp8_ds_mla")
+    refused("keep_padding", ops.ops.gather, latent, mla, index, "NHD", cache_dtype="fp8_ds_mla", keep_padding=True)
+    refused("fragments is int32", ops.unpack, cache, rows, torch.zeros((1, 3), dtype=torch.int32))
+    refused("dst|contiguous", ops.unpack, cache[:, 1:], rows, [(0, 0, 2)])
+    refused("KVPRIM_ERROR_BOUNDS", ops.unpack, rows, cache, [(0, rows.nbytes, 1)])
+    refused("dst_layers is float32", ops.transfer_addresses, scale, index, index, index, 64)
     if device == "cuda":
         refused("index is on cpu", ops.gather_new, cache, index.cpu(), "NHD")
         refused("src is on cpu", ops.gather, rows, cache.cpu().pin_memory(), index, "NHD")
@@ -507,40 +596,40 @@ def refusals(ops, device):
         refused("slot is on cpu", ops.store, rows, rows, cache, other, index.cpu(), "NHD")
         refused("dst|pageable|pin_memory()", ops.transfer, [cache.cpu()], [other])
         refused("src|pageable|pin_memory()", ops.copy, [cache], [cache.cpu()])
-        refused("dst_index is on cuda|src_index on cpu", ops.transfer, [cache], [other], index, index.cpu())
+        refused("dst_index is on cuda|src_index on cpu", ops.ops.transfer, [cache], [other], index, index.cpu())
+        refused("dst|pageable", ops.unpack, cache.cpu(), cache, [(0, 0, 8)])
 
 
-def opchecks(ops, device):
+def opchecks(device):
     for layout in ("rows", "NHD", "HND"):
         (cache, other), index = caches(device, layout), some_slots(10, device)
         rows, counts = random_like(10, HEADS, DIM, device=device), counter(device)
         check = torch.library.opcheck
-        check(ops.gather, (rows, cache, index, layout), {"rejected": counts})
-        check(ops.gather_new, (cache, index, layout), {"base": 1})
-        check(ops.store, (rows, rows + 1, cache, other, index, layout), {"rejected": counts})
-        check(ops.transfer, ([cache, cache + 1], [other, other + 1], index, index, layout, layout))
+        check(ops.ops.gather, (rows, cache, index, layout), {"rejected": counts})
+        check(ops.ops.gather, (rows, cache, index, layout), {"base": 1, "keep_padding": True})
+        check(ops.ops.store, (rows, rows + 1, cache, other, index, layout), {"rejected": counts})
+        check(ops.ops.transfer, ([cache, cache + 1], [other, other + 1], index, index, layout, layout))
         small, scale = [torch.zeros(c.shape, dtype=torch.uint8, device=device) for c in (cache, other)], torch.ones(
             HEADS, device=device)
-        check(ops.store, (rows, rows + 1, *small, index, layout), {"cache_dtype": "fp8", "k_scale": scale})
-        check(ops.store, (rows, None, small[0], None, index, layout),
+        check(ops.ops.store, (rows, rows + 1, *small, index, layout), {"cache_dtype": "fp8", "k_scale": scale})
+        check(ops.ops.store, (rows, None, small[0], None, index, layout),
               {"cache_dtype": "int8", "k_scale_cache": scales_like(device, layout)})
-        check(ops.gather_new, (small[0], index, layout), {"cache_dtype": "fp8", "scale": scale,
-                                                          "dtype": torch.bfloat16})
-        check(ops.transfer, (small, [cache, other], index, index, layout, layout), {"dst_dtype": "fp8"})
+        check(ops.ops.gather, (rows, small[0], index, layout), {"cache_dtype": "fp8", "scale": scale})
+        check(ops.ops.transfer, (small, [cache, other], index, index, layout, layout), {"dst_dtype": "fp8"})
     mla = torch.zeros((10, 64, 656), dtype=torch.uint8, device=device)
     latent = random_like(10, 576, device=device)
-    check(ops.store, (latent, None, mla, None, index, "NHD"), {"cache_dtype": "fp8_ds_mla"})
-    check(ops.gather_new, (mla, index, "NHD"), {"cache_dtype": "fp8_ds_mla", "dtype": torch.bfloat16})
-    check(ops.store, (rows, None, cache, None, index, layout))
-    check(ops.store, (rows, rows + 1, torch.stack((cache, cache)), None, index, layout), {"kv_dim": 0})
-    check(ops.copy, ([cache, rows], [other, rows + 1]))
+    check(ops.ops.store, (latent, None, mla, None, index, "NHD"), {"cache_dtype": "fp8_ds_mla"})
+    check(ops.ops.gather, (latent, mla, index, "NHD"), {"cache_dtype": "fp8_ds_mla"})
+    check(ops.ops.store, (rows, None, cache, None, index, layout))
+    check(ops.ops.store, (rows, rows + 1, torch.stack((cache, cache)), None, index, layout), {"kv_dim": 0})
+    check(ops.ops.copy, ([cache, rows], [other, rows + 1]))
     pages, request = index[1:7].view(2, 3), torch.zeros(10, dtype=torch.int64, device=device)
     tokens = {"request": request, "position": request}
-    check(ops.slots, (index, pages, PAGE, SLOTS), tokens)
-    check(ops.slots_new, (pages, 10, PAGE, SLOTS), tokens)
+    check(ops.ops.slots, (index, pages, PAGE, SLOTS), tokens)
+    check(ops.ops.unpack, (cache, rows, torch.tensor([[0, 64, 512]])))
 
 
-def step_of(ops):
+def step_of():
     """A step that uses every operator, and reads what they wrote."""
     def step(k, v, k_cache, v_cache, offloaded, block, small, scale, scales, mla, pages, request, position):
         slot = ops.slots_new(pages, position.shape[0], PAGE, SLOTS, request=request, position=position)
@@ -577,8 +666,8 @@ def flat(values):
     return [tensor for value in values for tensor in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-def compiles(ops, device):
-    step, backend = step_of(ops), "inductor" if device == "cuda" else "aot_eager"
+def compiles(device):
+    step, backend = step_of(), "inductor" if device == "cuda" else "aot_eager"
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     for tokens in (32, 50, 51):  # after the second, torch compiles for any number of tokens
         theirs, ours = step_inputs(device, tokens), step_inputs(device, tokens)
@@ -587,7 +676,7 @@ def compiles(ops, device):
         assert all(map(torch.equal, flat(theirs), flat(ours))), f"what it wrote, {tokens} tokens"
 
 
-def one_pool(ops, device):
+def one_pool(device):
     """K and V of three layers in one tensor, as engines allocate them: compiled, every safe way writes what torch's
     indexing does and nothing else, and what torch.compile would get wrong is refused."""
     @torch.library.custom_op(f"kvprim_test::store_{device}", mutates_args=["kv"])
@@ -649,8 +738,8 @@ def one_pool(ops, device):
         refused("dst and dst", torch.compile(call, fullgraph=True), list(pool), many)
 
 
-def graphs(ops, device):
-    step, inputs = step_of(ops), step_inputs(device, 32)
+def graphs(device):
+    step, inputs = step_of(), step_inputs(device, 32)
     step(*inputs)  # loads the kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -663,7 +752,7 @@ def graphs(ops, device):
         assert all(map(torch.equal, expected, got)) and all(map(torch.equal, flat(inputs), flat(fresh))), "replay"
 
 
-def pinned_temporaries(ops, device):
+def pinned_temporaries(device):
     """A pinned tensor that is dropped after the call: torch must not hand its memory out before the GPU has read it."""
     to = [torch.zeros(1 << 16, device=device)]
     torch.ones(1 << 16, pin_memory=True)  # its block is free again, and the next such tensor gets it
@@ -677,7 +766,7 @@ def pinned_temporaries(ops, device):
         to[0].zero_()
 
 
-def streams(ops, device):
+def streams(device):
     """An operator runs on the current stream, and only there."""
     (cache, _), index, side = caches(device, "NHD"), some_slots(64, device), torch.cuda.Stream()
     expected = ops.gather_new(cache, index, "NHD")
@@ -689,6 +778,16 @@ def streams(ops, device):
     side.synchronize()
     assert not torch.cuda.default_stream().query(), "waited for the default stream"
     assert torch.equal(out.cpu(), expected.cpu())
+
+
+def devices(device):
+    """Tensors of a GPU that is not the current one."""
+    if torch.cuda.device_count() > 1:
+        cache, index = random_like(SLOTS, DIM, device="cuda:1"), torch.arange(9, device="cuda:1")
+        assert torch.equal(ops.gather_new(cache, index), cache[:9]) and torch.cuda.current_device() == 0, "second GPU"
+        ops.copy_addresses([(cache.data_ptr(), cache[9].data_ptr(), 2 * DIM)], "cuda:1")
+        assert torch.equal(cache[9], cache[0]), "addresses of the second GPU"
+        refused("index is on cuda:0", ops.gather, cache[10:19], cache, index.to("cuda:0"))
 
 
 # ---- host time ------------------------------------------------------------------------------------------------------
@@ -706,7 +805,7 @@ def microseconds(call, repetitions=101, calls=50):
     return statistics.median(times)
 
 
-def print_host_times(ops):
+def print_host_times():
     """64 layers, 32 tokens."""
     layers, copied = caches("cuda", "NHD", 64), caches("cuda", "NHD", 64)
     cache, other, slot, ids = layers[0], copied[0], some_slots(32, "cuda"), some_slots(32, "cuda")
@@ -734,6 +833,9 @@ def print_host_times(ops):
         "store, fp8_e4m3": lambda: ops.store(rows[0], rows[1], fp8[0], fp8[1], slot, "NHD", k_scale=scale,
                                              v_scale=scale),
         "store, fp8_ds_mla": lambda: ops.store(latent, None, mla, None, slot, "NHD", cache_dtype="fp8_ds_mla"),
+        "gather by torch's dispatcher": lambda: ops.ops.gather(rows[0], cache, slot, "NHD"),
+        "store by torch's dispatcher": lambda: ops.ops.store(rows[0], rows[1], cache, other, slot, "NHD"),
+        "copy, 64 tensors, by it": lambda: ops.ops.copy(rows, news),
         "torch.index_select": lambda: torch.index_select(cache, 0, token),
         "torch._foreach_copy_, 64 tensors": lambda: torch._foreach_copy_(rows, news)}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us of the host per call from Python, medians")
@@ -741,53 +843,152 @@ def print_host_times(ops):
         print(f"  {name:34} {microseconds(call):6.2f}", flush=True)
 
 
-def run_tests(ops):
-    """Returns how many failed."""
-    everywhere = (gathers, stores, transfers, copies, scaled_caches, computed_scales, whole_formats, scaled_transfers,
-                  slots_of, refusals, opchecks, compiles, one_pool)
-    passed = failed = skipped = 0
-    for device, tests in (("cpu", everywhere), ("cuda", everywhere + (graphs, pinned_temporaries, streams))):
-        if device == "cuda" and not torch.cuda.is_available():
-            print("skip operators on a GPU: torch finds none")
-            skipped += 1
+class Dispatched:
+    """Sends all calls through torch's dispatcher."""
+
+    def __enter__(self):
+        ops._compiling = lambda: True
+
+    def __exit__(self, *_):
+        ops._compiling = torch.compiler.is_compiling
+
+
+def prefixes(device):
+    """Needs no torch: lists, arrays, and numpy's arrays if there is numpy."""
+    a, b = list(range(1000)), list(range(700)) + [-1]
+    for kind in ("list", "i", "q", "int32", "int64"):
+        if kind == "list":
+            make = list
+        elif len(kind) == 1:
+            make = lambda values: array.array(kind, values)
+        elif numpy is None:
             continue
+        else:
+            make = lambda values: numpy.array(values, dtype=kind)
+        assert ops.prefix(make(a), make(b)) == 700 and ops.prefix(make(b), make(b[:9])) == 9, kind
+        assert ops.prefix(make(a), make([])) == 0, kind
+    assert ops.prefix(array.array("q", a), tuple(b)) == 700, "an array and a tuple"
+    refused("4 bytes|8", ops.prefix, array.array("i", a), array.array("q", b))
+    refused("a is an array of 'd'", ops.prefix, array.array("d", a), b)
+    if numpy:
+        refused("b is <f8", ops.prefix, numpy.array(a), numpy.array(b, dtype="float64"))
+        refused("a is <i8", ops.prefix, numpy.array(a)[::2], numpy.array(b))
+    folder = ops.include()
+    assert all(os.path.exists(os.path.join(folder, name)) for name in ("kvprim.h", "kvprim_cuda.cuh", "kvprim_nccl.h"))
+
+
+def ffi_operators(device):
+    """TVM-FFI's module with tensors of numpy, as `ffi` and, if there is no torch, as the functions of kvprim."""
+    of = tvm_ffi.from_dlpack
+    rng = numpy.random.default_rng(1)
+    cache, other = (rng.standard_normal((PAGES, PAGE, HEADS, DIM), dtype=numpy.float32) for _ in "kv")
+    k, v = (rng.standard_normal((30, HEADS, DIM), dtype=numpy.float32) for _ in "kv")
+    slot, count = rng.permutation(SLOTS)[:30], numpy.zeros(1, dtype=numpy.int32)
+    expected = cache.copy(), other.copy()
+    for into, rows in zip(expected, (k, v)):
+        into.reshape(SLOTS, HEADS, DIM)[slot[:20]] = rows[:20]
+    slot[20:] = -1
+    slot[29] = SLOTS
+    none = (None,) * 4
+    ffi.store(of(k), of(v), of(cache), of(other), of(slot), "NHD", "auto", None, *none, False, False, 0.0, None, 0,
+              of(count), False)
+    assert (cache == expected[0]).all() and (other == expected[1]).all() and count[0] == 1, "store"
+    out, half = numpy.ones_like(k), numpy.ones(k.shape, dtype=numpy.float16)
+    ffi.gather(of(out), of(cache), of(slot), "NHD", "auto", None, 0, False, None, False)
+    assert (out[:20] == k[:20]).all() and not out[20:].any(), "gather"
+    ffi.gather(of(half), of(cache), of(slot), "NHD", "auto", None, 0, True, None, False)
+    assert (half[:20] == k[:20].astype(numpy.float16)).all() and (half[20:] == 1).all(), "converts, keeps padding"
+    moved = [numpy.zeros_like(cache) for _ in "ab"]
+    ffi.transfer([of(one) for one in moved], [of(cache), of(other)], None, None, "rows", "rows", None, None, False, 0,
+                 None, "auto", "auto", None, None, False)
+    assert (moved[0] == cache).all() and (moved[1] == other).all(), "transfer"
+    ffi.copy([of(moved[0]), of(out)], [of(other), of(v)])
+    assert (moved[0] == other).all() and (out == v).all(), "copy"
+    ffi.unpack(of(out), of(k), of(numpy.array([[0, 512, 1024]])))
+    assert (out.ravel()[128:384] == k.ravel()[:256]).all(), "unpack"
+    pages, request = rng.permutation(PAGES)[:24].reshape(3, 8), rng.integers(3, size=30)
+    position = rng.integers(8 * PAGE, size=30)
+    ffi.slots(of(slot), of(pages), PAGE, SLOTS, of(request), of(position), None, None, None, False)
+    assert (slot == pages[request, position // PAGE] * PAGE + position % PAGE).all(), "slots"
+    refused("index is float32", ffi.gather, of(out), of(cache), of(k), "NHD", "auto", None, 0, False, None, False)
+    refused("KVPRIM_ERROR_OVERLAP", ffi.copy, [of(out)], [of(out)])
+    refused("argument is missing", ffi.copy, [of(out)])
+    if torch is None:
+        slot = of(rng.permutation(SLOTS)[:30])
+        ops.store(of(k), None, of(cache), None, slot, "NHD")
+        ops.gather(of(out), of(cache), slot, "NHD")
+        assert (out == k).all(), "kvprim's functions, without torch"
+
+
+def tensor_prefixes(device):
+    for dtype in (torch.int32, torch.int64):
+        a = torch.arange(1000, dtype=dtype)
+        b = a.clone()
+        b[700] = -1
+        assert ops.prefix(a, b) == 700 and ops.prefix(a[5:], b[5:]) == 695 and ops.prefix(a, a[:0]) == 0, dtype
+    refused("a is float32", ops.prefix, a.float(), b)
+    refused("a is int32|b int64", ops.prefix, a.int(), b)
+    refused("b|stride 2|contiguous", ops.prefix, a, b[::2])
+    refused("b has 2 dimensions", ops.prefix, a, b.view(2, 500))
+    keys = [a[:5].int(), a[:50].int(), b[:9].int()]
+    assert ops.prefix_longest(a.int(), keys) == (1, 50) and ops.prefix_longest(a[3:].int(), keys) == (None, 0)
+    refused("int64", ops.prefix_longest, a, keys)
+    if device == "cuda":
+        refused("a is on cuda:0", ops.prefix, a.cuda(), a)
+
+
+def imports(device):
+    """What `import kvprim` takes beyond torch, and that its library is found from elsewhere."""
+    code = ("import time; import torch; t = time.perf_counter(); import kvprim; print(time.perf_counter() - t); "
+            "assert torch.ops.kvprim.gather")
+    seconds = float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd="/",
+                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(
+                                       os.path.abspath(path or ".") for path in sys.path)}).stdout)
+    print(f"  import kvprim: {seconds:.3f} s beyond torch's")
+
+
+def run_tests():
+    """Returns how many failed."""
+    everywhere = (gathers, stores, transfers, copies, every_conversion, scaled_caches, computed_scales, whole_formats,
+                  scaled_transfers, slots_of, refusals)
+    of_graphs, on_gpu = (opchecks, compiles, one_pool), (graphs, pinned_temporaries, streams, devices)
+    runs, skipped = [("lists and arrays", (prefixes,), None)], 0
+    if numpy and tvm_ffi:
+        runs += [("TVM-FFI", (ffi_operators,), None)]
+    else:
+        print("skip TVM-FFI: python3 has no numpy or no tvm_ffi, or kvprim was built without it")
+        skipped += 1
+    if torch is None:
+        print("skip operators: python3 has no torch")
+        skipped += 1
+    else:
+        runs += [("tensors", (imports,), None), ("cpu", (tensor_prefixes, *everywhere), None),
+                 ("cpu, dispatched", everywhere + of_graphs, Dispatched)]
+        if torch.cuda.is_available() and ops.has_cuda:
+            runs += [("cuda", (tensor_prefixes, *everywhere, *on_gpu), None),
+                     ("cuda, dispatched", everywhere + of_graphs + on_gpu, Dispatched)]
+        else:
+            print("skip operators on a GPU:", "torch finds none" if ops.has_cuda else "kvprim was built without nvcc")
+            skipped += 1
+    failed = passed = 0
+    for where, tests, way in runs:
         for test in tests:
-            torch.manual_seed(1)
+            if torch:
+                torch.manual_seed(1)
             try:
-                test(ops, device)
+                with way() if way else contextlib.nullcontext():
+                    test(where.partition(",")[0])
                 passed += 1
-                print(f"ok {test.__name__}, {device}", flush=True)
+                print(f"ok {test.__name__}, {where}", flush=True)
             except Exception as error:  # whatever it is, the others run
                 failed += 1
-                print(f"FAIL {test.__name__}, {device}: {type(error).__name__}: {error}", flush=True)
-    if torch.cuda.is_available():
-        print_host_times(ops)
+                print(f"FAIL {test.__name__}, {where}: {type(error).__name__}: {error}", flush=True)
+    if any(where == "cuda" for where, _, _ in runs):
+        print_host_times()
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return failed
 
 
-def missing():
-    """What is needed and not here, or None."""
-    if torch is None:
-        return "python3 has no torch"
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA"
-    if torch.utils.cpp_extension.CUDA_HOME is None or not torch.utils.cpp_extension.is_ninja_available():
-        return "no nvcc, or no ninja"
-    return None
-
-
-def main():
-    why = missing()
-    if why:
-        print(f"skip 12_torch_ops: {why}\n0 passed, 0 failed, 1 skipped")
-        return 0
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # otherwise that of the GPU here
-    ops = load_operators(os.path.dirname(EXAMPLES), os.path.join(os.path.dirname(EXAMPLES), "build/12_torch_ops"))
-    with torch.no_grad():
-        return run_tests(ops) != 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    with torch.no_grad() if torch else contextlib.nullcontext():
+        sys.exit(run_tests() != 0)

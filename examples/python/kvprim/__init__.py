@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: MIT
+"""kvprim for Python: operators on torch's tensors, for its current stream, eager, compiled and in CUDA graphs.
+
+    kvprim.store(k, v, k_cache, v_cache, slot, "NHD")
+    rows = kvprim.gather_new(k_cache, index, "NHD")
+    kvprim.store(k, v, k_cache, v_cache, slot, "NHD", cache_dtype="fp8_e4m3", k_scale=k_scale, v_scale=v_scale)
+    kvprim.store(kv_c, k_pe, kv_cache, None, slot, "NHD", cache_dtype="fp8_ds_mla")
+    kvprim.store(k, v, kv_cache, None, slot, "NHD", kv_dim=0)       K and V in one tensor, [2, pages, page, heads, dim]
+    cached = kvprim.prefix(prompt, tokens)                          tensors, lists, arrays; needs no torch
+
+Rules that hold for every operator here
+    Tensors    Tables come from shapes and strides. `layout` says what the first dimensions are:
+                   "rows"  [rows, ...]             a row is everything after the first dimension: a token, or a page
+                   "NHD"   [pages, page, ...]      row r is [r / page, r % page]
+                   "HND"   [pages, heads, page, ...]   row r is [r / page, :, r % page]
+               A row may be packed or lie in equal pieces at equal distances, as in a permuted view. Everything else is
+               refused, and so are expanded dimensions. Indices are int32 or int64, with any stride.
+    Elements   Where dtypes differ, elements are converted, as kvprim.h says: k of bfloat16 into a cache of
+               float8_e4m3fn. cache_dtype says what a cache of uint8 holds:
+                   "fp8" or "fp8_e4m3", "fp8_e5m2", "int8"
+                   "fp8_per_token_head", "int8_per_token_head"     with a scale cache; the least scale is 1e-6
+                   "fp8_ds_mla", "fp8_ds_mla_sglang" [.., 656], "fp8_ds_mla_v4" [.., 584], "fp8_indexer",
+                   "fp8_indexer_ue8m0" [.., 132]
+               The last are whole formats, caches of "NHD" or "rows" that hold their scales. A row of k is what the
+               format quantises, and of v what it copies; or k is both in one row, and v None.
+    Scales     A scale is a float32 tensor: of one element, or [heads]. It is read when the kernel runs, so a graph's
+               replay takes its new value. A scale cache has a float32 (or float8_e8m0fnu) for each tile of each row:
+               [rows, tiles], [pages, page, tiles] or, with "HND", [pages, heads, page]. A store writes it.
+    Device     All tensors lie on one GPU, or all on the CPU, where kvprim's host functions do the same. transfer, copy
+               and unpack also take pinned tensors beside those of a GPU, and transfer index lists of the CPU.
+    Errors     RuntimeError, which names the argument; nothing has been written. What kvprim refuses has
+               kvprim_last_error()'s text.
+    Stream     An operator only enqueues, and CUDA graphs capture it. Only gather_new and slots_new allocate, by torch's
+               allocator. Pinned tensors may be dropped at once. As with torch's own operators, the caller uses
+               record_stream() if the stream is not the one that a tensor was allocated on, and keeps what a graph
+               reads, pinned tensors too, as long as the graph.
+    Gradients  None: autograd passes the operators by.
+
+torch.compile, limits of Inductor (torch 2.11): if one operator writes several views of a tensor, as kv[0] and kv[1],
+Inductor may lose what is written to all but the first; and it may write a view whose offset depends on dynamic sizes at
+offset 0. Neither is an error there, so tracing refuses both: keep the sizes of caches static, as torch.compile does
+unless told otherwise. Safe with K and V in one tensor:
+    - store with kv_dim, which takes the tensor whole, in one launch
+    - a store of K, with v None, and one of V as if it were K
+    - an operator of your own (torch.library.custom_op) that mutates the whole tensor and calls store on its parts;
+      scale caches inside their cache need this
+    - calls outside of compiled graphs: these take views of one tensor as they are
+
+Without torch, but with TVM-FFI, the operators that write to given tensors take those of TVM-FFI.
+
+The package builds with `pip install examples/python` or `make wheel`, which build_backend.py describes.
+"""
+import array
+import ctypes
+import os
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+_BUILT = next((folder for folder in (_HERE, os.path.join(_ROOT, "build/python/kvprim"))
+               if os.path.exists(os.path.join(folder, "libkvprim.so"))), None)
+if _BUILT is None:
+    raise ImportError(f"kvprim is not built: `make wheel`, or python {os.path.dirname(_HERE)}/build_backend.py")
+__path__.append(_BUILT)
+library = ctypes.CDLL(os.path.join(_BUILT, "libkvprim.so"))  # the functions of kvprim.h and kvprim_cuda.cuh
+library.kvprim_version.restype = ctypes.c_uint32
+has_cuda = hasattr(library, "kvprim_cuda_gather")  # False: built without nvcc, for the CPU alone
+_version = library.kvprim_version()
+__version__ = f"{_version // 10000}.{_version // 100 % 100}.{_version % 100}"
+
+_SCHEMAS = """
+gather(Tensor(a!) out, Tensor src, Tensor index, str layout="rows", *, str cache_dtype="auto", Tensor? scale=None,
+    int base=0, bool keep_padding=False, Tensor(b!)? rejected=None, bool pdl=False)
+store(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot, str layout="rows", *,
+    str cache_dtype="auto", int? kv_dim=None, Tensor? k_scale=None, Tensor? v_scale=None,
+    Tensor(c!)? k_scale_cache=None, Tensor(d!)? v_scale_cache=None, bool scale_inverse=False,
+    bool scale_power_of_two=False, float scale_min=0.0, Tensor(e!)? nans=None, int base=0, Tensor(f!)? rejected=None,
+    bool pdl=False)
+transfer(Tensor(a!)[] dst, Tensor[] src, Tensor? dst_index=None, Tensor? src_index=None, str dst_layout="rows",
+    str src_layout="rows", *, Tensor? dst_layers=None, Tensor? src_layers=None, bool same_cache=False, int max_sms=0,
+    Tensor(b!)? rejected=None, str dst_dtype="auto", str src_dtype="auto", Tensor? dst_scale=None,
+    Tensor? src_scale=None, bool scale_inverse=False)
+copy(Tensor(a!)[] dst, Tensor[] src)
+unpack(Tensor(a!) dst, Tensor src, Tensor fragments)
+slots(Tensor(a!) slot, Tensor pages, int page_rows, int rows, *, Tensor? request=None, Tensor? position=None,
+    Tensor? cu_seqlens=None, Tensor? starts=None, Tensor(b!)? rejected=None, bool pdl=False)
+"""
+_WHOLE_FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_sglang": 576, "fp8_ds_mla_v4": 512, "fp8_indexer": 128,
+                  "fp8_indexer_ue8m0": 128}  # elements of a row
+
+
+def include():
+    """The folder with kvprim.h, kvprim_cuda.cuh and kvprim_nccl.h."""
+    return os.path.join(_BUILT, "include")
+
+
+def ffi_library():
+    """The file that tvm_ffi.load_module() loads: src/ffi_module.cpp says how its functions are called."""
+    return os.path.join(_BUILT, "libkvprim_tvm_ffi.so")
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+# An eager call goes past torch's dispatcher: _eager's functions return False if they leave it to the operator.
+
+def gather(out, src, index, layout="rows", *, cache_dtype="auto", scale=None, base=0, keep_padding=False,
+           rejected=None, pdl=False):
+    """out[i] = row index[i] - base of src; zeros if there is none, or with keep_padding what was there. `scale`: a
+    scale, or a scale cache."""
+    if _compiling() or not _eager.gather(out, src, index, layout, cache_dtype, scale, base, keep_padding, rejected,
+                                         pdl):
+        ops.gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base,
+                   keep_padding=keep_padding, rejected=rejected, pdl=pdl)
+
+
+def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dtype=None, base=0, pdl=False):
+    """The same, in a new tensor of src's dtype, or of `dtype`, which a gather that converts must name."""
+    if dtype is None and (cache_dtype != "auto" or scale is not None):
+        raise RuntimeError("dtype must say what a converting gather returns")
+    if cache_dtype in _WHOLE_FORMATS:
+        row = (_WHOLE_FORMATS[cache_dtype],)
+    else:
+        row = (*src.shape[1:2], *src.shape[3:]) if layout == "HND" else src.shape[1 if layout == "rows" else 2:]
+    out = src.new_empty((index.shape[0], *row), dtype=dtype)
+    gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base, pdl=pdl)
+    return out
+
+
+def store(k, v, k_cache, v_cache, slot, layout="rows", *, cache_dtype="auto", kv_dim=None, k_scale=None, v_scale=None,
+          k_scale_cache=None, v_scale_cache=None, scale_inverse=False, scale_power_of_two=False, scale_min=0.0,
+          nans=None, base=0, rejected=None, pdl=False):
+    """Rows slot[i] - base of the caches, both of one layout, = k[i] and v[i]; slots outside them are skipped. k and v
+    are [tokens, ...], of which the first slot.numel() are stored. Quantised rows are divided by k_scale and v_scale
+    (with scale_inverse multiplied), or by the scales that the store computes and writes to k_scale_cache and
+    v_scale_cache: powers of two if asked for, and at least scale_min (0: 2^-126, or what cache_dtype says). nans, an
+    int32, counts NaNs that became 0 in int8. With kv_dim v_cache is None, and k_cache holds K and V:
+    k_cache.select(kv_dim, 0) and (kv_dim, 1), as in [2, ...] and [pages, 2, ...]; in the last dimension, K's elements
+    and then V's. layout describes each part by itself."""
+    if _compiling() or not _eager.store(k, v, k_cache, v_cache, slot, layout, cache_dtype, kv_dim, k_scale, v_scale,
+                                        k_scale_cache, v_scale_cache, scale_inverse, scale_power_of_two, scale_min,
+                                        nans, base, rejected, pdl):
+        ops.store(k, v, k_cache, v_cache, slot, layout, cache_dtype=cache_dtype, kv_dim=kv_dim, k_scale=k_scale,
+                  v_scale=v_scale, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache,
+                  scale_inverse=scale_inverse, scale_power_of_two=scale_power_of_two, scale_min=scale_min, nans=nans,
+                  base=base, rejected=rejected, pdl=pdl)
+
+
+def transfer(dst, src, dst_index=None, src_index=None, dst_layout="rows", src_layout="rows", *, dst_layers=None,
+             src_layers=None, same_cache=False, max_sms=0, rejected=None, dst_dtype="auto", src_dtype="auto",
+             dst_scale=None, src_scale=None, scale_inverse=False):
+    """In every layer row dst_index[i] of dst = row src_index[i] of src; without an index, row i. dst and src are lists
+    of layers of one shape. Instead, dst_layers and src_layers are tensors of pointers on the GPU; dst[0] and src[0]
+    then only say the shape of a layer, and what lies at the pointers is not checked. For torch.compile list all layers
+    beside the pointers: it must know what is written. If one index is on the CPU and one on the GPU, the first is
+    copied there. same_cache: copies rows inside one cache. The dtypes are as cache_dtype, and a whole format has rows
+    of k and v on the other side; a scale is for all layers, or [layers], or [layers, heads], and dst_scale divides, or
+    multiplies with scale_inverse."""
+    if dst_index is not None and src_index is not None and dst_index.device != src_index.device:
+        device = src_index.device if dst_index.is_cpu else dst_index.device
+        dst_index, src_index = (index.to(device, non_blocking=True) for index in (dst_index, src_index))
+    if _compiling() or not _eager.transfer(dst, src, dst_index, src_index, dst_layout, src_layout, dst_layers,
+                                           src_layers, same_cache, max_sms, rejected, dst_dtype, src_dtype, dst_scale,
+                                           src_scale, scale_inverse):
+        ops.transfer(dst, src, dst_index, src_index, dst_layout, src_layout, dst_layers=dst_layers,
+                     src_layers=src_layers, same_cache=same_cache, max_sms=max_sms, rejected=rejected,
+                     dst_dtype=dst_dtype, src_dtype=src_dtype, dst_scale=dst_scale, src_scale=src_scale,
+                     scale_inverse=scale_inverse)
+
+
+def copy(dst, src):
+    """dst[i] = src[i], as torch._foreach_copy_ does, for tensors of the same dtype, shape and order of elements."""
+    if _compiling() or not _eager.copy(dst, src):
+        ops.copy(dst, src)
+
+
+def unpack(dst, src, fragments):
+    """For each (src_offset, dst_offset, bytes) of `fragments`, a list or a tensor [count, 3] of int64 on the CPU: those
+    bytes of dst = those of src, both contiguous."""
+    if isinstance(fragments, (list, tuple)):
+        fragments = torch.tensor(fragments, dtype=torch.int64).view(-1, 3)
+    if _compiling() or not _eager.unpack(dst, src, fragments):
+        ops.unpack(dst, src, fragments)
+
+
+def slots(slot, pages, page_rows, rows, *, request=None, position=None, cu_seqlens=None, starts=None, rejected=None,
+          pdl=False):
+    """slot = pages[request][position / page_rows] * page_rows + position % page_rows; -1 if there is none. Tokens are
+    (request[i], position[i]), or those that cu_seqlens[r] .. cu_seqlens[r + 1] say, from position starts[r] (0) on.
+    `rows`: of the cache."""
+    if _compiling() or not _eager.slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts, rejected,
+                                        pdl):
+        ops.slots(slot, pages, page_rows, rows, request=request, position=position, cu_seqlens=cu_seqlens,
+                  starts=starts, rejected=rejected, pdl=pdl)
+
+
+def slots_new(pages, count, page_rows, rows, **options):
+    """The same, as a new tensor of int64."""
+    slot = pages.new_empty(count, dtype=torch.int64)
+    slots(slot, pages, page_rows, rows, **options)
+    return slot
+
+
+# ---- addresses: eager calls alone, because nobody could tell torch.compile what they write --------------------------
+
+def _on(device, call, *arguments):
+    """Calls with the device as the current one."""
+    if not call(*arguments):
+        with torch.cuda.device(device):
+            if not call(*arguments):
+                raise RuntimeError("kvprim: a call by addresses takes plain tensors, outside of torch's dispatch modes")
+
+
+def transfer_addresses(dst_layers, src_layers, dst_index, src_index, row_bytes, *, dst_stride=0, src_stride=0,
+                       dst_rows=1 << 31, src_rows=1 << 31, max_sms=0, rejected=None):
+    """transfer() for layers that are known by pointers alone: tensors of uint64 or int64, on the device that runs the
+    call. Strides are bytes from row to row (0: packed). An index past the rows, as far as they are given, is skipped;
+    nothing else is checked."""
+    _on(dst_layers.device, _eager.transfer_addresses, dst_layers, src_layers, dst_index, src_index, row_bytes,
+        dst_stride, src_stride, dst_rows, src_rows, max_sms, rejected)
+
+
+def copy_addresses(items, device="cuda"):
+    """For each (src, dst, bytes) of `items`, a list or a tensor [count, 3] of int64 on the CPU: copies so many bytes
+    between these addresses; zeros if src is 0."""
+    device = torch.device(device)
+    if isinstance(items, (list, tuple)):
+        items = torch.tensor(items, dtype=torch.int64).view(-1, 3)
+    number = -1 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
+    _on(device, _eager.copy_addresses, items, number)
+
+
+# ---- prefixes -------------------------------------------------------------------------------------------------------
+
+def _integers(name, values):
+    """Address, count and bytes of an element of an array, or of a list as an array, and what keeps the memory."""
+    if hasattr(values, "__array_interface__"):  # numpy's
+        about = values.__array_interface__
+        if len(about["shape"]) != 1 or about["strides"] is not None or about["typestr"][1:] not in ("i4", "i8"):
+            raise RuntimeError(f"{name} is {about['typestr']} of shape {about['shape']}, not packed int32 or int64")
+        return about["data"][0], about["shape"][0], int(about["typestr"][2:]), values
+    if not isinstance(values, array.array):
+        values = array.array("q", values)
+    elif values.typecode not in "ilq":
+        raise RuntimeError(f"{name} is an array of '{values.typecode}', not of int32 or int64")
+    return *values.buffer_info(), values.itemsize, values
+
+
+def prefix(a, b):
+    """How many leading elements of a and b are equal: two tensors of the CPU, contiguous and of one dtype, int32 or
+    int64; or two lists or arrays (of `array` or numpy)."""
+    if torch is not None and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        matched = _eager.prefix(a, b)
+        return _eager.prefix(a.detach(), b.detach()) if matched is False else matched
+    (one, n, size, _), (other, m, other_size, _) = kept = _integers("a", a), _integers("b", b)
+    if size != other_size:
+        raise RuntimeError(f"a has elements of {size} bytes, but b of {other_size}")
+    compare = library.kvprim_prefix_i32 if size == 4 else library.kvprim_prefix_i64
+    compare.restype, compare.argtypes = ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t] * 2
+    return compare(one, n, other, m)
+
+
+def prefix_longest(query, keys):
+    """(i, matched): which of `keys` has the longest prefix in common with query, and how long that is; (None, 0) if
+    none has one. All are tensors of int32 on the CPU, contiguous."""
+    for key in (query, *keys):
+        if key.dtype != torch.int32 or not key.is_cpu or not key.is_contiguous():
+            raise RuntimeError(f"a key is {key.dtype} on {key.device} with strides {key.stride()}, not contiguous "
+                               "int32 on cpu")
+    count = len(keys)
+    addresses, lengths, matches = (ctypes.c_void_p * count)(*(key.data_ptr() for key in keys)), (
+        ctypes.c_size_t * count)(*(key.numel() for key in keys)), (ctypes.c_size_t * count)()
+    longest = library.kvprim_prefix_many_i32
+    longest.restype, longest.argtypes = ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+                                                          ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    best = longest(query.data_ptr(), query.numel(), addresses, lengths, count, matches)
+    return (best, matches[best]) if best < count else (None, 0)  # KVPRIM_PREFIX_NONE is larger than any count
+
+
+# ---- registration ---------------------------------------------------------------------------------------------------
+
+def _fake_of(operator):
+    """The fake function of an operator. Refuses writes that torch.compile sends elsewhere."""
+    parameters = operator._schema.arguments
+    written = [p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write]
+
+    def fake(*arguments, **options):
+        given, seen = dict(zip((p.name for p in parameters), arguments), **options), {}
+        for name in written:
+            value = given.get(name)
+            for tensor in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
+                if isinstance(tensor.storage_offset(), torch.SymInt):
+                    raise RuntimeError(
+                        f"{operator} writes {name}, a view that begins where dynamic sizes say: torch.compile may "
+                        "write elsewhere. Keep these sizes static, or write the whole tensor")
+                other = seen.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
+                if other[1] is not tensor:
+                    raise RuntimeError(
+                        f"{operator} writes {other[0]} and {name}, parts of one tensor: torch.compile loses what is "
+                        "written to one of them. Store with kv_dim, call it once for each tensor, or call it in a "
+                        "torch.library.custom_op that mutates the whole tensor")
+
+    return fake
+
+
+class _Operators:
+    """The overloads themselves: torch.ops.kvprim.gather() has one overload, and would first find it, at each call."""
+
+    def __init__(self):
+        self.definitions = torch.library.Library("kvprim", "DEF")
+        schemas = _SCHEMAS.replace("\n    ", " ").split("\n")[1:-1]
+        for schema in schemas:
+            self.definitions.define(schema + " -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.ops.load_library(os.path.join(_BUILT, "libkvprim_torch.so"))
+        for name in (schema.partition("(")[0] for schema in schemas):
+            self.definitions.impl(name, torch.library.fallthrough_kernel, "Autograd")  # there are no gradients
+            setattr(self, name, getattr(torch.ops.kvprim, name).default)
+            torch.library.register_fake("kvprim::" + name, _fake_of(getattr(self, name)), lib=self.definitions)
+
+
+try:
+    import torch
+except ImportError:  # then without slots_new, gather_new and lists for tensors, and on TVM-FFI's tensors
+    torch = None
+    _compiling = bool
+    try:
+        import tvm_ffi
+        _eager = tvm_ffi.load_module(ffi_library())
+    except (ImportError, OSError, RuntimeError):  # then only prefix() of lists and arrays, include() and library
+        pass
+else:
+    from . import _eager
+    _eager.setup(torch.Tensor, torch.nn.Parameter, torch._C._len_torch_dispatch_stack)
+    _compiling, ops = torch.compiler.is_compiling, _Operators()

@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: MIT */
+/* The operators for TVM-FFI, which SGLang and mini-sglang load: tvm_ffi.load_module(kvprim.ffi_library()). Each takes
+   all of its arguments in the order of kvprim/__init__.py's schemas, and tensors of torch, or whatever TVM-FFI takes;
+   the current GPU must be that of the tensors, and the caller keeps pinned tensors until the stream has done with them,
+   because TVM-FFI lends tensors without their owners. */
+#include "operators.h"
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+namespace
+{
+class FfiArguments final : public Arguments
+{
+    const tvm::ffi::AnyView *next, *const end;
+    std::vector<tvm::ffi::String> texts;
+
+    const tvm::ffi::AnyView &pop()
+    {
+        if (next == end)
+            refuse("kvprim: an argument is missing");
+        return *next++;
+    }
+
+    static Tensor tensor_of(const tvm::ffi::TensorView &view)
+    {
+        Tensor tensor;
+        tensor.data = view.data_ptr();
+        tensor.set_sizes(view.ndim(), view.shape().data(), view.strides().data());
+        tensor.dtype = {view.dtype().code, view.dtype().bits};
+        const auto type = view.device().device_type;
+        tensor.device = type == kDLCUDA                         ? view.device().device_id
+                        : type == kDLCPU || type == kDLCUDAHost ? CPU
+                                                                : NO_DEVICE;
+        return tensor;
+    }
+
+  public:
+    FfiArguments(const TVMFFIAny *arguments, int32_t count)
+        : next(reinterpret_cast<const tvm::ffi::AnyView *>(arguments)), end(next + count)
+    {
+        texts.reserve(static_cast<size_t>(count)); // text() returns views of them
+    }
+
+    bool skip_none() override
+    {
+        const bool none = next != end && *next == nullptr;
+        next += none;
+        return none;
+    }
+
+    Tensor tensor() override
+    {
+        return tensor_of(pop().cast<tvm::ffi::TensorView>());
+    }
+
+    std::vector<Tensor> tensors() override
+    {
+        std::vector<Tensor> tensors;
+        for (const tvm::ffi::Tensor &tensor : pop().cast<tvm::ffi::Array<tvm::ffi::Tensor>>())
+            tensors.push_back(tensor_of(tvm::ffi::TensorView(tensor)));
+        return tensors;
+    }
+
+    int64_t integer() override
+    {
+        return pop().cast<int64_t>();
+    }
+
+    double number() override
+    {
+        return pop().cast<double>();
+    }
+
+    Text text() override
+    {
+        texts.push_back(pop().cast<tvm::ffi::String>());
+        return {texts.back().data(), texts.back().size()};
+    }
+
+    void *use_gpu(int32_t gpu) override
+    {
+        int current = -1;
+        const int status = DRIVER(cuCtxGetDevice, &current);
+        EXPECT(status == 0 && current == gpu, "the tensors are on ", device_name(gpu), ", but the current GPU is ",
+               device_name(current));
+        return TVMFFIEnvGetStream(kDLCUDA, gpu);
+    }
+
+    void keep(const std::vector<void *> &, void *) override
+    {
+    }
+};
+} // namespace
+
+#define EXPORT(operation)                                                                                              \
+    extern "C" __attribute__((visibility("default"))) int __tvm_ffi_##operation(void *, const TVMFFIAny *arguments,    \
+                                                                                int32_t count, TVMFFIAny *result)      \
+    {                                                                                                                  \
+        TVM_FFI_SAFE_CALL_BEGIN();                                                                                     \
+        FfiArguments ours(arguments, count);                                                                           \
+        operation(ours);                                                                                               \
+        *reinterpret_cast<tvm::ffi::Any *>(result) = true;                                                             \
+        TVM_FFI_SAFE_CALL_END();                                                                                       \
+    }
+
+EXPORT(gather)
+EXPORT(store)
+EXPORT(transfer)
+EXPORT(copy)
+EXPORT(unpack)
+EXPORT(slots)
