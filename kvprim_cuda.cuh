@@ -78,8 +78,8 @@
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
-   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 2 s of nvcc
-                               (13.0) and 0.4 MB for each architecture. A call that needs one then returns
+   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 2 s of
+                               nvcc (13.0) and 0.4 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NO_UNPACK            the same for unpack, unpack_meta and copy (1 s, 0.3 MB), which then return it
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
