@@ -29,8 +29,8 @@
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
            >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
-           >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill;
-                                  short units over the link; device layers and indices of the host
+           >>impl_move_find       all other moves: parameters, index rule, page arithmetic, `rejected`
+           >>impl_move_kernels    ... once, any number, pipelined on few multiprocessors; short units over the link
            >>impl_convert_elements  elements in registers: decode, scale, encode
            >>impl_convert_rows    gather and store of plain rows that convert
            >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
@@ -40,9 +40,13 @@
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_convert_plan    the same for plain rows that convert
-           >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
+           >>impl_move_plan       the same for all other moves, and the copy engine
+           >>impl_move_lists      ... of device layers and indices of the host
+           >>impl_move_batches    ... of several moves in a launch
+           >>impl_move_lines      ... of short units over the link
            >>impl_convert_moves   all other moves that convert: their kernel
            >>impl_convert_move_plan   and its parameters
+           >>impl_run             which plan a call takes
            >>impl_unpack_survey   what fragments or copies have in common
            >>impl_unpack_host     their records in a launch's parameters; one launch or several, or CUDA's own copy
            >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
@@ -74,8 +78,8 @@
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
-   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements, which take 2 s of nvcc
-                               (13.0) and 0.4 MB for each architecture. A call that needs one then returns
+   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 2 s of
+                               nvcc (13.0) and 0.4 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NO_UNPACK            the same for unpack, unpack_meta and copy (1 s, 0.3 MB), which then return it
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
@@ -121,18 +125,18 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
-/* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
-   indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
-   again when the work is done.
+/* Moves up to 231 layers in one launch, more in several; 2^31 rows or pieces (counted by 256 bytes) or more, too, take
+   launches of their own. Each side lies in any of the memories above, and so do the indices. The arrays of layers are
+   host memory, free to reuse on return. The host may touch pinned rows and indices again when the work is done.
    Device layers: the GPU reads dst_device_layers and src_device_layers when the work runs; in a graph, at each replay.
    One launch moves any number of layers, unless the other side has a host array of them, and the call takes the host
-   equally long for any number. The GPU itself handles bases that are not multiples of 16 bytes. A launch takes up to
-   0.2 us longer than with host arrays (H200).
+   equally long for any number. Bases need not be multiples of 16 bytes. A launch takes up to 0.2 us longer than with
+   host arrays (H200).
    host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. They travel in the
-   launch's parameters, with 4 bytes for each index (8 if a table has 2^31 rows or more). A launch holds about 8,000 of
-   them (900 if it converts, or if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with
-   indices in the GPU's memory. More indices take several launches, one after the other, of about 2 us each (H200). The
-   call takes up to 38 KB of stack.
+   launch's parameters, with 4 bytes each (8 if a table has 2^31 rows or more). A launch holds about 8,000 of them (900
+   if it converts, or if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with indices in
+   the GPU's memory. More take several launches, one after the other, of about 2 us each (H200). The call takes up to
+   38 KB of stack.
    Pinned or not: if the first row of a side, its array of device layers or its index is ordinary host memory that the
    GPU cannot reach, the call fails with KVPRIM_ERROR_ARGUMENT. So it does if the index is memory of a GPU and
    host_index is 1. Answers of CUDA are remembered by address, so memory that was freed and allocated anew as another
@@ -142,9 +146,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    Between pinned host memory and a GPU, PCIe is the limit. What follows holds from 64 KB on. Rows behind device layers
    are taken for the GPU's if the other side is pinned host memory. If both sides have device layers, or the rows behind
    them lie in host memory, set max_sms instead.
-   - The copy engine moves transfers that have no index and no gap between pages or heads (gaps between rows only if
-     these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
-     It takes no multiprocessor.
+   - The copy engine moves transfers without an index or gaps between pages or heads (gaps between rows only if these
+     have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more. It
+     takes no multiprocessor.
    - If max_sms is 0, others run on 2 multiprocessors, pieces of less than 2 KB on 4, and what does not begin and end at
      multiples of 16 bytes on 8. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. Rows or pieces of
      less than 2 KB that are no multiple of 128 bytes reach about half, except where they follow each other on one side:
@@ -157,12 +161,13 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
 
 /* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of
    them again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
-   layers: K and V of different width, values and their scales. More take several. A move with device layers or
-   host_index takes a launch of its own. So does every move of the call if only some of them begin and end at multiples
-   of 16 bytes, one of these has 4 MB or more, and max_sms is 0. The moves of a call run in no particular order, so none
-   may touch what another writes; they may share one `rejected`. `moves`, formats, layer arrays, and indices with
-   host_index are host memory, read before the call returns. Only with KVPRIM_DEBUG does it check what memory rows,
-   indices and scales are. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
+   layers, if they have less than 2^31 rows and pieces (see kvprim_cuda_transfer) in sum: K and V of different width,
+   values and their scales. More take several. A move with device layers or host_index takes a launch of its own. So
+   does every move of the call if only some of them begin and end at multiples of 16 bytes, one of these has 4 MB or
+   more, and max_sms is 0. The moves of a call run in no particular order, so none may touch what another writes; they
+   may share one `rejected`. `moves`, formats, layer arrays, and indices with host_index are host memory, read before
+   the call returns. Only with KVPRIM_DEBUG does it check what memory rows, indices and scales are. Errors: NULL (moves,
+   with n > 0), ARGUMENT (launch), CUDA. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
@@ -290,56 +295,50 @@ KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
                  __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits)};
 }
 
-/* `lanes` threads copy together. Thread t writes: byte t before the first 16-byte boundary of dst; then every
-   `lanes`-th 16-byte word, starting with word t; then byte t after the last word. An unaligned source word is read as
-   the two aligned words that it lies in. */
-template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy(char *dst, const char *src, size_t bytes, uint32_t lane)
+/* Thread t writes: byte t before the first 16-byte boundary of dst; then every 32nd 16-byte word, starting with word t;
+   then byte t after the last word. An unaligned source word is read as the two aligned words that it lies in. */
+static __device__ inline void kvprim_warp_copy(void *to, const void *from, size_t bytes)
 {
+    const uint32_t lanes = 32, lane = threadIdx.x % lanes;
+    char *dst = (char *)to;
+    const char *src = (const char *)from;
     const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
     for (size_t b = lane; b < head; b += lanes)
         dst[b] = src[b];
     dst += head, src += head, bytes -= head;
     const size_t words = bytes / 16;
     const uint32_t shift = (uint32_t)((uintptr_t)src % 16);
-    const uint4 *const from = (const uint4 *)(src - shift);
-    uint4 *const to = (uint4 *)dst;
+    const uint4 *const in = (const uint4 *)(src - shift);
+    uint4 *const out = (uint4 *)dst;
     size_t w = lane;
     if (shift == 0)
         for (; w + 3 * lanes < words; w += 4 * lanes) {
-            const uint4 a = from[w], b = from[w + lanes], c = from[w + 2 * lanes], d = from[w + 3 * lanes];
-            to[w] = a, to[w + lanes] = b, to[w + 2 * lanes] = c, to[w + 3 * lanes] = d;
+            const uint4 a = in[w], b = in[w + lanes], c = in[w + 2 * lanes], d = in[w + 3 * lanes];
+            out[w] = a, out[w + lanes] = b, out[w + 2 * lanes] = c, out[w + 3 * lanes] = d;
         }
     else
         for (; w + lanes < words; w += 2 * lanes) {
-            const uint4 a = from[w], b = from[w + 1], c = from[w + lanes], d = from[w + lanes + 1];
-            to[w] = kvpc_window(a, b, shift), to[w + lanes] = kvpc_window(c, d, shift);
+            const uint4 a = in[w], b = in[w + 1], c = in[w + lanes], d = in[w + lanes + 1];
+            out[w] = kvpc_window(a, b, shift), out[w + lanes] = kvpc_window(c, d, shift);
         }
     for (; w < words; w += lanes)
-        to[w] = shift == 0 ? from[w] : kvpc_window(from[w], from[w + 1], shift);
+        out[w] = shift == 0 ? in[w] : kvpc_window(in[w], in[w + 1], shift);
     for (size_t b = words * 16 + lane; b < bytes; b += lanes)
         dst[b] = src[b];
 }
 
-template <uint32_t lanes> KVPRIM_DEVICE void kvpc_zero(char *dst, size_t bytes, uint32_t lane)
+static __device__ inline void kvprim_warp_zero(void *to, size_t bytes)
 {
+    const uint32_t lanes = 32, lane = threadIdx.x % lanes;
+    char *const dst = (char *)to;
     const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
-    const size_t words = (bytes - head) / 16;
+    const size_t end = head + (bytes - head) / 16 * 16;
     for (size_t b = lane; b < head; b += lanes)
         dst[b] = 0;
-    for (size_t w = lane; w < words; w += lanes)
-        ((uint4 *)(dst + head))[w] = uint4{0, 0, 0, 0};
-    for (size_t b = head + words * 16 + lane; b < bytes; b += lanes)
+    for (size_t b = head + 16 * lane; b < end; b += 16 * lanes)
+        *(uint4 *)(dst + b) = uint4{0, 0, 0, 0};
+    for (size_t b = end + lane; b < bytes; b += lanes)
         dst[b] = 0;
-}
-
-static __device__ inline void kvprim_warp_copy(void *dst, const void *src, size_t bytes)
-{
-    kvpc_copy<32>((char *)dst, (const char *)src, bytes, threadIdx.x % 32);
-}
-
-static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
-{
-    kvpc_zero<32>((char *)dst, bytes, threadIdx.x % 32);
 }
 #endif
 
@@ -414,51 +413,18 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(void)
 /* Global memory by address: an asm volatile keeps its place among the others (loads have no clobber, as no row that is
    read is written). Left to itself the compiler puts the loads of a store after the test of its slot, and waits twice
    where it could wait once. */
-KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
-{
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address));
-    return v;
-}
-
-KVPRIM_DEVICE void kvpc_store16(uint64_t address, uint4 v)
-{
-    asm volatile("st.global.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(address)
-                 : "memory");
-}
-
-/* The same, past the first cache: to and from the host one multiprocessor then moves 26 to 29 GB/s, not 21 to 23. */
-KVPRIM_DEVICE uint4 kvpc_load16_once(uint64_t address)
-{
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address));
-    return v;
-}
-
-KVPRIM_DEVICE void kvpc_store16_once(uint64_t address, uint4 v)
-{
-    asm volatile("st.global.L1::no_allocate.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
-                 "l"(address)
-                 : "memory");
-}
-
-KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
-{
-    int32_t v;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
-    return v;
-}
-
-KVPRIM_DEVICE int64_t kvpc_load_i64(uint64_t address)
-{
-    int64_t v;
-    asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(address));
-    return v;
-}
+#define KVPRIM_LOAD(name, type, ptx, to)                                                                               \
+    KVPRIM_DEVICE type name(uint64_t address)                                                                          \
+    {                                                                                                                  \
+        type v;                                                                                                        \
+        asm volatile("ld.global." ptx " %0, [%1];" : to(v) : "l"(address));                                            \
+        return v;                                                                                                      \
+    }
+KVPRIM_LOAD(kvpc_load_u8, uint32_t, "u8", "=r")
+KVPRIM_LOAD(kvpc_load_i32, int32_t, "s32", "=r")
+KVPRIM_LOAD(kvpc_load_i64, int64_t, "s64", "=l")
+KVPRIM_LOAD(kvpc_load_f32, float, "f32", "=f")
+#undef KVPRIM_LOAD
 
 KVPRIM_DEVICE uint2 kvpc_load8(uint64_t address)
 {
@@ -472,19 +438,25 @@ KVPRIM_DEVICE void kvpc_store8(uint64_t address, uint2 v)
     asm volatile("st.global.v2.u32 [%2], {%0, %1};" ::"r"(v.x), "r"(v.y), "l"(address) : "memory");
 }
 
-KVPRIM_DEVICE float kvpc_load_f32(uint64_t address)
-{
-    float v;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(address));
-    return v;
-}
-
-KVPRIM_DEVICE uint32_t kvpc_load_u8(uint64_t address)
-{
-    uint32_t v;
-    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(address));
-    return v;
-}
+/* _once: past the first cache. To and from the host one multiprocessor then moves 26 to 29 GB/s, not 21 to 23. */
+#define KVPRIM_WORDS(load, store, cache)                                                                               \
+    KVPRIM_DEVICE uint4 load(uint64_t address)                                                                         \
+    {                                                                                                                  \
+        uint4 v;                                                                                                       \
+        asm volatile("ld.global" cache ".v4.u32 {%0, %1, %2, %3}, [%4];"                                               \
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)                                                      \
+                     : "l"(address));                                                                                  \
+        return v;                                                                                                      \
+    }                                                                                                                  \
+    KVPRIM_DEVICE void store(uint64_t address, uint4 v)                                                                \
+    {                                                                                                                  \
+        asm volatile("st.global" cache ".v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),     \
+                     "l"(address)                                                                                      \
+                     : "memory");                                                                                      \
+    }
+KVPRIM_WORDS(kvpc_load16, kvpc_store16, "")
+KVPRIM_WORDS(kvpc_load16_once, kvpc_store16_once, ".L1::no_allocate")
+#undef KVPRIM_WORDS
 
 /* Returns the value of the thread `distance` before this one in the warp, or this one's if there is none. */
 KVPRIM_DEVICE uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
@@ -594,7 +566,7 @@ KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
         *dst = (char)v.x;
 }
 
-/* Stores what kvpc_load_words loads. `tails`: of a word that `end` lies in, the bytes before it; else all of it. */
+/* Stores the words that kvpc_load_words loads. With `tails`, only the row's bytes of the last word. */
 template <uint32_t loads, bool exact, bool tails>
 KVPRIM_DEVICE void kvpc_store_words(const uint64_t *to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
 {
@@ -716,7 +688,7 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
    kvpc_paged        as kvpc_words, and the indexed table has pages or heads, of whole words */
 enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged };
 
-/* When a kernel lets the next one start, which waits for its end; kvpc_alone: never, as this is no dependent launch. At
+/* When a kernel lets the next one start, which waits for its end. kvpc_alone: never, as the launch is not dependent. At
    once is best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a
    late trigger makes stores 2 % faster on average on an H200, 8 % on an H100. */
 enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
@@ -872,7 +844,7 @@ static __global__ void __launch_bounds__(kvpc_threads)
                     p.gather || x.inside, p.fetch);
 }
 
-/* >>impl_move_kernels -----------------------------------------------------------------------------------------------
+/* >>impl_move_find --------------------------------------------------------------------------------------------------
 
    All other moves (see kvpc_is_plain): transfers, layers, pages and heads that are not of whole words, 64-bit sizes,
    several moves in a launch, few multiprocessors. A unit is what is contiguous on both sides: a row, or as much of it
@@ -1120,6 +1092,8 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool firs
     return c;
 }
 
+/* >>impl_move_kernels ---------------------------------------------------------------------------------------------- */
+
 /* Whether a chunk is whole aligned words on both sides. */
 KVPRIM_DEVICE bool kvpc_is_words(const kvpc_chunk &c)
 {
@@ -1151,7 +1125,7 @@ template <uint32_t loads> KVPRIM_DEVICE void kvpc_copy_chunk(const kvpc_chunk &c
         kvpc_copy_words<loads>(c.dst, c.src, (int32_t)lead, (int32_t)c.bytes, w, lanes, !c.zero, true, false);
 }
 
-/* Chunk `work`, of `loads` words a thread; copy_loads: of which a copy of another alignment has so many under way. */
+/* Chunk `work`, of `loads` words a thread. A copy of another alignment has copy_loads of a thread on their way. */
 template <bool words, uint32_t loads, uint32_t copy_loads, class params, class number>
 KVPRIM_DEVICE void kvpc_move_chunk(const params &p, number work, uint32_t lane, uint32_t lanes)
 {
@@ -1214,8 +1188,8 @@ KVPRIM_DEVICE void kvpc_store_once(const kvpc_chunk &c, uint32_t at, uint32_t st
             kvpc_store16_once(c.dst + at + step * k, v[k]);
 }
 
-/* On sm_75 the kernel below would spill 16 bytes if it found the next chunk before it stored the last one. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+/* On sm_75 and sm_120 the kernel below would spill if it found the next chunk before it stored the last one. */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
 enum { kvpc_stores_first = 1 };
 #else
 enum { kvpc_stores_first = 0 };
@@ -1253,8 +1227,8 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
    other in a run; on the other, called far, they lie apart. Near may be the host's page that holds all layers of a
    token, far the layers on the GPU. Either side may be dst. */
 typedef struct kvpc_lines {
-    uint64_t total;                    /* tiles */
-    kvpc_divisor tiles;                /* of a run */
+    uint64_t total;                    /* shares */
+    kvpc_divisor shares;               /* of a run */
     kvpc_divisor words;                /* of a unit, of 16 bytes */
     uint32_t run_words, units, groups; /* units of a run; runs of a row, near_step apart */
     uint32_t near_is_dst, pdl;
@@ -1263,11 +1237,11 @@ typedef struct kvpc_lines {
     uint64_t unit[400]; /* of all groups: where it lies in row 0 of the far side */
 } kvpc_lines;
 
-enum { kvpc_line_words = 8, kvpc_tile_loads = 4, kvpc_tile_words = 32 * kvpc_tile_loads };
+enum { kvpc_line_words = 8, kvpc_share_loads = 4, kvpc_share_words = 32 * kvpc_share_loads };
 
 static_assert(sizeof(kvpc_lines) <= kvpc_params_bytes, "no room");
 
-/* Each warp moves a tile: whole, aligned lines of 128 bytes of the run, of which the first and the last may be less.
+/* Each warp moves a share of a run: whole, aligned lines of 128 bytes, of which the first and the last may be less.
    PCIe's packets are then as long as they can be: rows of 656 bytes move 52 GB/s on two multiprocessors of an H200, and
    30 if each row is stored by itself, on however many. */
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
@@ -1279,12 +1253,12 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
         kvpc_pdl_wait();
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / 32; work < (uint32_t)p.total;
          work += gridDim.x * in_block) {
-        const uint32_t run = kvpc_divide(work, p.tiles), tile = work - run * (uint32_t)p.tiles.by;
+        const uint32_t run = kvpc_divide(work, p.shares), share = work - run * (uint32_t)p.shares.by;
         const uint32_t group = kvpc_divide(run, t.count), i = run - group * (uint32_t)t.count.by;
         int64_t to, from;
         kvpc_load_indices(t, i, &to, &from);
         if (!kvpc_is_inside(t.dst_rows, to) || !kvpc_is_inside(t.src_rows, from)) {
-            if (group == 0 && tile == 0 && lane == 0)
+            if (group == 0 && share == 0 && lane == 0)
                 kvpc_count_past(t, to, from);
             continue;
         }
@@ -1292,10 +1266,10 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
                        src = kvpc_place(t.src, (uint32_t)kvpc_row_of(t.src_rows, from));
         const uint64_t near_row = p.near_base + group * p.near_step + (p.near_is_dst ? dst : src);
         const uint64_t far_row = p.near_is_dst ? src : dst;
-        const uint32_t first = tile * kvpc_tile_words + lane - (uint32_t)(near_row / 16 % kvpc_line_words);
-        uint64_t far_word[kvpc_tile_loads];
-        uint4 v[kvpc_tile_loads];
-        for (uint32_t k = 0; k < kvpc_tile_loads; k++) {
+        const uint32_t first = share * kvpc_share_words + lane - (uint32_t)(near_row / 16 % kvpc_line_words);
+        uint64_t far_word[kvpc_share_loads];
+        uint4 v[kvpc_share_loads];
+        for (uint32_t k = 0; k < kvpc_share_loads; k++) {
             const uint32_t w = first + 32 * k; /* more than run_words before the first one, too */
             const uint32_t u = w < p.run_words ? kvpc_divide(w, p.words) : 0;
             far_word[k] = p.unit[group * p.units + u] + far_row + 16 * (uint64_t)(w - u * (uint32_t)p.words.by);
@@ -1303,7 +1277,7 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
             if (w < p.run_words)
                 v[k] = kvpc_load16_once(p.near_is_dst ? far_word[k] : near_row + 16 * (uint64_t)w);
         }
-        for (uint32_t k = 0; k < kvpc_tile_loads; k++) {
+        for (uint32_t k = 0; k < kvpc_share_loads; k++) {
             const uint32_t w = first + 32 * k;
             if (w < p.run_words)
                 kvpc_store16_once(p.near_is_dst ? near_row + 16 * (uint64_t)w : far_word[k], v[k]);
@@ -2349,15 +2323,22 @@ typedef struct kvpc_call {
 #ifndef KVPRIM_CUDA_EMULATE
 enum kvpc_answer { kvpc_unknown, kvpc_no, kvpc_yes, kvpc_depends };
 
+/* Whether CUDA did it. If not, the kernel that is launched next meets an error of earlier work again. */
+static bool kvpc_succeeds(cudaError_t error)
+{
+    if (error != cudaSuccess)
+        (void)cudaGetLastError();
+    return error == cudaSuccess;
+}
+
 /* Whether the code that the driver loads on the current device is compiled for sm_90 or newer. It loads all kernels of
    a file for one architecture, so any of them can be asked. */
 static kvpc_answer kvpc_ask_device(void)
 {
     cudaFuncAttributes a;
-    if (cudaFuncGetAttributes(&a, (const void *)kvpc_bytes_kernel) == cudaSuccess)
-        return a.ptxVersion >= 90 && a.binaryVersion >= 90 ? kvpc_yes : kvpc_no;
-    (void)cudaGetLastError(); /* the launch meets it again */
-    return kvpc_unknown;
+    if (!kvpc_succeeds(cudaFuncGetAttributes(&a, (const void *)kvpc_bytes_kernel)))
+        return kvpc_unknown;
+    return a.ptxVersion >= 90 && a.binaryVersion >= 90 ? kvpc_yes : kvpc_no;
 }
 
 /* The same for all devices: an answer that one of them gives holds where their compute capabilities are the same.
@@ -2365,19 +2346,16 @@ static kvpc_answer kvpc_ask_device(void)
 static kvpc_answer kvpc_ask_devices(void)
 {
     int driver = 0, count = 0, first = 0, major = 0;
-    cudaError_t error = cudaDriverGetVersion(&driver);
-    if (error == cudaSuccess)
-        error = cudaGetDeviceCount(&count);
-    for (int device = 0; device < count && error == cudaSuccess; device++) {
-        error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (!kvpc_succeeds(cudaDriverGetVersion(&driver)) || !kvpc_succeeds(cudaGetDeviceCount(&count)))
+        return kvpc_unknown;
+    for (int device = 0; device < count; device++) {
+        if (!kvpc_succeeds(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)))
+            return kvpc_unknown;
         first = device == 0 ? major : first;
         if (major != first)
             return driver >= 12030 ? kvpc_depends : kvpc_no;
     }
-    if (error == cudaSuccess)
-        return driver >= 12030 ? kvpc_ask_device() : kvpc_no;
-    (void)cudaGetLastError(); /* the launch meets it again */
-    return kvpc_unknown;
+    return driver >= 12030 ? kvpc_ask_device() : kvpc_no;
 }
 
 /* Whether kernels of this file wait when they are asked to. The answer is kept: cudaGetDevice alone takes 0.1 us. */
@@ -2385,10 +2363,8 @@ static bool kvpc_has_pdl(void)
 {
     static std::atomic<kvpc_answer> known;
     kvpc_answer answer = known.load(std::memory_order_relaxed);
-    if (answer == kvpc_unknown) {
-        answer = kvpc_ask_devices();
-        known.store(answer, std::memory_order_relaxed);
-    }
+    if (answer == kvpc_unknown)
+        known.store(answer = kvpc_ask_devices(), std::memory_order_relaxed);
     return (answer == kvpc_depends ? kvpc_ask_device() : answer) == kvpc_yes;
 }
 
@@ -2397,11 +2373,9 @@ static uint32_t kvpc_multiprocessors(void)
 {
     static std::atomic<int> known;
     int device = 0, count = known.load(std::memory_order_relaxed);
-    if (count == 0 && cudaGetDevice(&device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess)
+    if (count == 0 && kvpc_succeeds(cudaGetDevice(&device)) &&
+        kvpc_succeeds(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)))
         known.store(count, std::memory_order_relaxed);
-    else if (count == 0)
-        (void)cudaGetLastError(); /* the launch meets it again */
     return (uint32_t)count;
 }
 
@@ -2455,14 +2429,13 @@ static bool kvpc_is_link(const void *dst, const void *src)
     cudaPointerAttributes a = {}, b = {};
     int nvlink = 1;
     a.type = b.type = gpu;
-    cudaError_t error = dst ? cudaPointerGetAttributes(&a, dst) : cudaSuccess;
-    if (error == cudaSuccess && src)
-        error = cudaPointerGetAttributes(&b, src);
-    if (error == cudaSuccess && ((a.type == host && b.type == gpu) || (a.type == gpu && b.type == host)))
-        error = cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, dst ? a.device : b.device);
-    if (error != cudaSuccess)
-        (void)cudaGetLastError(); /* the launch meets it again */
-    return error == cudaSuccess && !nvlink;
+    if ((dst && !kvpc_succeeds(cudaPointerGetAttributes(&a, dst))) ||
+        (src && !kvpc_succeeds(cudaPointerGetAttributes(&b, src))) ||
+        !((a.type == host && b.type == gpu) || (a.type == gpu && b.type == host)))
+        return false;
+    return kvpc_succeeds(
+               cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, dst ? a.device : b.device)) &&
+           !nvlink;
 }
 
 /* Whether its reader cannot reach p: the GPU, if p is ordinary host memory; or with host_reads the host, if p is
@@ -2480,19 +2453,16 @@ static bool kvpc_is_out_of_reach(const void *p, bool host_reads)
     if (known[entry(one)].load(std::memory_order_relaxed) == one ||
         (!host_reads && known[entry(block)].load(std::memory_order_relaxed) == block))
         return false;
-    cudaError_t error = cudaPointerGetAttributes(&a, p);
-    if (error == cudaSuccess && a.type == cudaMemoryTypeUnregistered && !host_reads) {
-        error = cudaGetDevice(&device);
-        if (error == cudaSuccess)
-            error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
-    }
-    if (error != cudaSuccess)
-        (void)cudaGetLastError(); /* the launch meets it again */
-    if (error == cudaSuccess && (host_reads ? a.type == cudaMemoryTypeDevice : !pageable))
+    if (!kvpc_succeeds(cudaPointerGetAttributes(&a, p)))
+        return false;
+    if (a.type == cudaMemoryTypeUnregistered && !host_reads &&
+        (!kvpc_succeeds(cudaGetDevice(&device)) ||
+         !kvpc_succeeds(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device))))
+        return false;
+    if (host_reads ? a.type == cudaMemoryTypeDevice : !pageable)
         return true;
     const uint64_t key = a.type == cudaMemoryTypeDevice ? block : one;
-    if (error == cudaSuccess)
-        known[entry(key)].store(key, std::memory_order_relaxed);
+    known[entry(key)].store(key, std::memory_order_relaxed);
     return false;
 }
 
@@ -2500,10 +2470,7 @@ static bool kvpc_is_out_of_reach(const void *p, bool host_reads)
 static bool kvpc_is_captured(const kvpc_call *call)
 {
     cudaStreamCaptureStatus status;
-    if (cudaStreamIsCapturing(kvpc_stream(call), &status) == cudaSuccess)
-        return status != cudaStreamCaptureStatusNone;
-    (void)cudaGetLastError(); /* the launch meets it again */
-    return true;
+    return !kvpc_succeeds(cudaStreamIsCapturing(kvpc_stream(call), &status)) || status != cudaStreamCaptureStatusNone;
 }
 
 /* Enqueues CUDA's own copy of rows (without src one row of zeros), and returns whether it did. CUDA refuses ranges of
@@ -2511,16 +2478,12 @@ static bool kvpc_is_captured(const kvpc_call *call)
 static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                            int64_t row_bytes, int64_t rows)
 {
-    const cudaError_t error =
-        !src        ? cudaMemsetAsync(dst, 0, (size_t)row_bytes, kvpc_stream(call))
-        : rows == 1 ? cudaMemcpyAsync(dst, src, (size_t)row_bytes, cudaMemcpyDefault, kvpc_stream(call))
-                    : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes,
-                                        (size_t)rows, cudaMemcpyDefault, kvpc_stream(call));
-    if (error != cudaSuccess)
-        (void)cudaGetLastError(); /* the kernel that runs instead meets an error of earlier work again */
-    return error == cudaSuccess;
+    return kvpc_succeeds(!src ? cudaMemsetAsync(dst, 0, (size_t)row_bytes, kvpc_stream(call))
+                         : rows == 1
+                             ? cudaMemcpyAsync(dst, src, (size_t)row_bytes, cudaMemcpyDefault, kvpc_stream(call))
+                             : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes,
+                                                 (size_t)rows, cudaMemcpyDefault, kvpc_stream(call)));
 }
-
 #endif
 
 /* Checks the options of a launch, too. */
@@ -2586,11 +2549,9 @@ static kvprim_status kvpc_check_bytes(const char *function, const char *name, co
             error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
         if (error == cudaSuccess)
             error = cudaPointerGetAttributes(&a, p);
-        if (error != cudaSuccess) {
-            (void)cudaGetLastError();
+        if (!kvpc_succeeds(error))
             return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, p, cudaGetErrorName(error),
                                cudaGetErrorString(error));
-        }
         if (a.type == cudaMemoryTypeUnregistered && !pageable)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                                "%s: %s reaches %p, which the GPU cannot: past an allocation, or ordinary host memory: "
@@ -2604,67 +2565,57 @@ static kvprim_status kvpc_check_bytes(const char *function, const char *name, co
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpc_check_side(const char *function, const char *name, const char *index_name,
-                                     const kvprim_side *side, const kvprim_move *m)
-{
-    const uint64_t size = side->index_type == KVPRIM_I64 ? 8 : 4;
-    KVPRIM_TRY(kvpc_check_bytes(function, name, side->device_layers, 8 * (uint64_t)m->layers));
-    for (int32_t l = 0; l < m->layers && !side->device_layers; l++)
-        KVPRIM_TRY(kvpc_check_bytes(function, name, kvprim_side_layer(side, l), side->bytes));
-    if (kvpc_has_host_index(side))
-        return kvpc_check_side_reach(function, name, index_name, side);
-    return kvpc_check_bytes(function, index_name, side->index,
-                            size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
-}
-
 /* Bytes from a layer's first scale to the end of the last one that rows 0 to `rows` - 1 have. A whole page may end
    after a last one that is not full. */
-static uint64_t kvpc_scales_reach(const kvprim_format *f, const kvprim_side *side, int64_t rows)
+static uint64_t kvpc_scales_reach(const kvprim_side *side, int64_t rows)
 {
+    const kvprim_format *const f = &side->format;
     const int64_t elements = side->piece_bytes * side->table.heads / kvpi_dtype_bytes(f->dtype);
     const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile, in_page = side->table.page_rows;
     const int64_t of_row = (scales - 1) * f->scale_tile_stride + kvpi_dtype_bytes(f->scale_dtype);
+    kvprim_side of_scales = *side;
+    of_scales.table.stride = f->scale_stride, of_scales.table.page_stride = f->scale_page_stride;
     if (f->scale != KVPRIM_SCALE_TILE)
         return (uint64_t)of_row;
-    if (in_page == 0)
-        return (uint64_t)((rows - 1) * f->scale_stride + of_row);
-    const int64_t page = (rows - 1) / in_page;
-    const int64_t last = page * f->scale_page_stride + (rows - 1) % in_page * f->scale_stride;
-    const int64_t whole = page ? (page - 1) * f->scale_page_stride + (in_page - 1) * f->scale_stride : 0;
+    const int64_t last = kvpi_row_offset(&of_scales, rows - 1);
+    const int64_t whole = in_page && rows >= in_page ? kvpi_row_offset(&of_scales, rows / in_page * in_page - 1) : 0;
     return (uint64_t)((whole > last ? whole : last) + of_row);
 }
 
-/* The scales and the counter of a side that has a format. */
-static kvprim_status kvpc_check_format(const char *function, const char *side_name, const kvprim_side *side,
-                                       const kvprim_move *m)
+static kvprim_status kvpc_check_side(const char *function, const char *name, const char *index_name,
+                                     const kvprim_side *side, const kvprim_move *m)
 {
     const kvprim_format &f = side->format;
+    const uint64_t size = side->index_type == KVPRIM_I64 ? 8 : 4, count = (uint64_t)m->count;
     const int64_t rows = side->index || m->count > side->table.rows ? side->table.rows : m->count;
-    char name[80];
-    snprintf(name, sizeof name, "%s.format.nans", side_name);
-    KVPRIM_TRY(kvpc_check_bytes(function, name, f.nans, 4));
-    if (!f.scale || rows < 1 || (!f.scales && side->device_layers))
-        return KVPRIM_OK;
-    snprintf(name, sizeof name, "%s.format.scales", side_name);
+    const bool scales = f.scale && rows > 0 && (f.scales || !side->device_layers);
+    char scales_name[80], nans_name[80];
+    snprintf(scales_name, sizeof scales_name, "%s.format.scales", name);
+    snprintf(nans_name, sizeof nans_name, "%s.format.nans", name);
+    KVPRIM_TRY(kvpc_check_bytes(function, name, side->device_layers, 8 * (uint64_t)m->layers));
     for (int32_t l = 0; l < m->layers; l++) {
-        const char *const first =
-            f.scales ? (const char *)f.scales + l * f.scale_layer_stride : kvprim_side_layer(side, l) + f.scale_offset;
-        KVPRIM_TRY(kvpc_check_bytes(function, name, first, kvpc_scales_reach(&f, side, rows)));
+        char *const layer = side->device_layers ? NULL : kvprim_side_layer(side, l);
+        KVPRIM_TRY(kvpc_check_bytes(function, name, layer, side->bytes));
+        if (scales)
+            KVPRIM_TRY(
+                kvpc_check_bytes(function, scales_name,
+                                 f.scales ? (const char *)f.scales + l * f.scale_layer_stride : layer + f.scale_offset,
+                                 kvpc_scales_reach(side, rows)));
     }
-    return KVPRIM_OK;
+    KVPRIM_TRY(kvpc_check_bytes(function, nans_name, f.dtype ? f.nans : NULL, 4));
+    if (kvpc_has_host_index(side))
+        return kvpc_check_side_reach(function, name, index_name, side);
+    return kvpc_check_bytes(function, index_name, side->index, size * ((count - 1) * (uint64_t)side->index_stride + 1));
 }
 
 static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *moves, size_t n)
 {
-    for (const kvprim_move *m = moves; m != moves + n; m++) {
-        if (m->count == 0)
-            continue;
-        KVPRIM_TRY(kvpc_check_side(function, m->names->dst, m->names->dst_index, &m->dst, m));
-        KVPRIM_TRY(kvpc_check_side(function, m->names->src, m->names->src_index, &m->src, m));
-        KVPRIM_TRY(kvpc_check_bytes(function, "rejected", m->rejected, 4));
-        KVPRIM_TRY(kvpc_check_format(function, m->names->dst, &m->dst, m));
-        KVPRIM_TRY(kvpc_check_format(function, m->names->src, &m->src, m));
-    }
+    for (const kvprim_move *m = moves; m != moves + n; m++)
+        if (m->count > 0) {
+            KVPRIM_TRY(kvpc_check_side(function, m->names->dst, m->names->dst_index, &m->dst, m));
+            KVPRIM_TRY(kvpc_check_side(function, m->names->src, m->names->src_index, &m->src, m));
+            KVPRIM_TRY(kvpc_check_bytes(function, "rejected", m->rejected, 4));
+        }
     return KVPRIM_OK;
 }
 #else
@@ -2785,14 +2736,6 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
     return parts;
 }
 
-/* The fit of rows of whole words that threads share as kvpc_shape_rows says. */
-static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uint32_t parts)
-{
-    const bool same = p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0];
-    const bool exact = same && parts == 1 && p->row_threads * loads * 16 == p->row_bytes[0];
-    return paged ? kvpc_paged : exact ? kvpc_exact : kvpc_words;
-}
-
 typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
 
 /* The kernels of plain rows: by tables that are stored (0: a gather), loads and fit. */
@@ -2814,8 +2757,8 @@ static uint32_t kvpc_loads_of(const kvpc_call *call, uint64_t bytes, uint32_t ta
 {
     if (tables == 0)
         return bytes > kvpc_few_bytes ? 2 : 1;
-    const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
-    return !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
+    const uint64_t room = 2048 * (uint64_t)kvpc_multiprocessors() * 16 * tables; /* bytes of all threads at once */
+    return !call->launch.pdl && bytes > room && bytes <= 2 * room ? 2 : 1;
 }
 
 /* Rows of whole words, or with kvpc_tails. A launch is dependent only up to kvpc_many_blocks: a GPU starts less than
@@ -2825,7 +2768,9 @@ static kvprim_status kvpc_start_words(const kvpc_call *call, kvpc_plain *p, uint
 {
     const uint64_t bytes = (uint64_t)p->count * (p->row_bytes[0] + p->row_bytes[1]);
     const uint32_t loads = kvpc_loads_of(call, bytes, tables), parts = kvpc_shape_rows(p, loads, tables ? tables : 1);
-    const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
+    const bool even = p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0];
+    const bool exact = even && parts == 1 && p->row_threads * loads * 16 == p->row_bytes[0];
+    const kvpc_fit fit = paged ? kvpc_paged : tails ? kvpc_tails : exact ? kvpc_exact : kvpc_words;
     const uint32_t rows = kvpc_parts_of(p->count, p->block_rows);
     const uint32_t z = rows > UINT16_MAX ? kvpc_parts_of(rows, kvpc_grid_rows) : 1;
     const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
@@ -2845,13 +2790,24 @@ static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
     return kvpc_start(call, kvpc_bytes_kernel, kvpc_parts_of(p->count * parts, groups), kvpc_threads, *p);
 }
 
+static void kvpc_set_index(kvpc_plain *p, const kvprim_side *indexed, const kvprim_move *m)
+{
+    p->index = (uintptr_t)indexed->index;
+    p->index_is_i64 = indexed->index_type == KVPRIM_I64;
+    p->index_step = (uint32_t)indexed->index_stride * (p->index_is_i64 ? 8 : 4);
+    p->rejected = m->rejected;
+    p->rows = (uint32_t)indexed->table.rows;
+    p->base = (uint32_t)indexed->index_base;
+    p->count = (uint32_t)m->count;
+}
+
 /* One plain move, or K and V. `bits`: see kvpc_is_plain_side. */
 static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *moves, int n, uint64_t bits)
 {
     const kvprim_side *const indexed = moves->zero ? &moves->src : &moves->dst;
     const kvprim_table *const t = &indexed->table;
     kvpc_plain p = {};
-    uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
+    uint64_t edges = 0; /* address bits of rows' ends; not of rows without gaps, whose granules are written whole */
     for (int k = 0; k < n; k++) {
         const kvprim_move *const m = &moves[k];
         const kvprim_side *const side = m->zero ? &m->src : &m->dst;
@@ -2864,13 +2820,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
         if (!m->zero || m->dst.table.stride != m->row_bytes)
             edges |= p.pair[k].dst | p.pair[k].dst_stride | p.row_bytes[k];
     }
-    p.index = (uintptr_t)indexed->index;
-    p.index_is_i64 = indexed->index_type == KVPRIM_I64;
-    p.index_step = (uint32_t)indexed->index_stride * (p.index_is_i64 ? 8 : 4);
-    p.rejected = moves->rejected;
-    p.rows = (uint32_t)t->rows;
-    p.base = (uint32_t)indexed->index_base;
-    p.count = (uint32_t)moves->count;
+    kvpc_set_index(&p, indexed, moves);
     p.page = kvpc_divisor_of(t->page_rows);
     p.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0);
     p.pdl = call->launch.pdl ? kvpc_trigger_late : kvpc_alone;
@@ -2882,7 +2832,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
     const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
     const bool paged = kvpc_is_paged(indexed);
-    return kvpc_start_words(call, &p, p.gather ? 0 : (uint32_t)n, paged, tails && !paged);
+    return kvpc_start_words(call, &p, p.gather ? 0 : (uint32_t)n, paged, tails);
 }
 
 /* >>impl_convert_plan ---------------------------------------------------------------------------------------------- */
@@ -3005,13 +2955,7 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     const kvprim_table *const t = &indexed->table;
     const kvprim_format &f = indexed->format;
     const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
-    p->plain.index = (uintptr_t)indexed->index;
-    p->plain.index_is_i64 = indexed->index_type == KVPRIM_I64;
-    p->plain.index_step = (uint32_t)indexed->index_stride * (p->plain.index_is_i64 ? 8 : 4);
-    p->plain.rejected = m->rejected;
-    p->plain.rows = (uint32_t)t->rows;
-    p->plain.base = (uint32_t)indexed->index_base;
-    p->plain.count = (uint32_t)m->count;
+    kvpc_set_index(&p->plain, indexed, m);
     p->plain.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0);
     p->tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0);
     p->divides = f.scale && !m->zero && !f.scale_inverse;
@@ -3227,15 +3171,6 @@ template <class params> static void kvpc_cut(params *p, kvpc_task *tasks, uint32
     }
 }
 
-/* The call on other multiprocessors than kvpc_link_sms, if those were not the caller's choice. */
-static kvpc_call kvpc_with_sms(const kvpc_call *call, int32_t sms)
-{
-    kvpc_call other = *call;
-    if (call->chosen)
-        other.launch.max_sms = sms;
-    return other;
-}
-
 /* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
 template <class batch>
 static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(const batch KVPRIM_IN_PLACE),
@@ -3249,12 +3184,15 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(con
     return kvpc_start(call, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p);
 }
 
-/* The call on as many multiprocessors as such units need over the link. */
+/* The call on as many multiprocessors as such units need over the link, unless the caller has chosen them. */
 static kvpc_call kvpc_on_link(const kvpc_call *call, uint64_t unit, bool aligned)
 {
-    return kvpc_with_sms(call, !aligned || unit <= 16 ? kvpc_link_unaligned_sms
+    kvpc_call start = *call;
+    if (call->chosen)
+        start.launch.max_sms = !aligned || unit <= 16 ? kvpc_link_unaligned_sms
                                : unit < 2048          ? kvpc_link_short_sms
-                                                      : kvpc_link_sms);
+                                                      : kvpc_link_sms;
+    return start;
 }
 
 /* `bits`: see kvpc_layout_of; the layers' addresses count as well. On few multiprocessors a thread loads 8 words before
@@ -3381,6 +3319,8 @@ static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvpr
     return (int32_t)layers;
 }
 
+/* >>impl_move_lists ------------------------------------------------------------------------------------------------ */
+
 /* Stores what a launch needs of the layers of a side, from layer `first` on, and returns where they lie. */
 static kvpc_stack kvpc_stack_of(const kvprim_side *side, int32_t first, int32_t layers, uint32_t *n32, uint32_t *used,
                                 uint64_t *bits)
@@ -3454,34 +3394,25 @@ typedef struct kvpc_slice {
     int64_t row, rows;
 } kvpc_slice;
 
-/* Where the rows and layers of a launch lie; its task is zeros, or set by kvpc_set_task. */
+/* Fills in all parameters except how rows are cut. Returns whether all that the host knows is made of whole words. */
 template <uint32_t bytes>
-static void kvpc_fill_rows(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice, kvpc_listed<bytes> *p,
-                           uint64_t *bits)
+static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
+                             kvpc_listed<bytes> *p)
 {
     kvpc_task *const t = &p->task;
+    uint64_t bits = 0;
     uint32_t used = kvpc_first_word;
     p->row_words = kvpc_row_words(m);
     p->pdl = call->launch.pdl != 0;
-    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, bits);
-    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, bits);
+    kvpc_set_task(t, m, &bits);
+    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, &bits);
+    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, &bits);
     t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
     t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
     t->count = kvpc_divisor_of(slice->rows);
+    t->first_layer = 0;
     t->layers = (uint32_t)slice->layers;
     t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
-}
-
-/* Fills in all parameters, and returns whether layers that the host knows, and the rest, are made of whole words. */
-template <uint32_t bytes>
-static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice, uint32_t loads,
-                             kvpc_listed<bytes> *p)
-{
-    uint64_t bits = 0;
-    kvpc_set_task(&p->task, m, &bits);
-    kvpc_fill_rows(call, m, slice, p, &bits);
-    p->task.first_layer = 0;
-    kvpc_cut(p, &p->task, 1, kvpc_lanes_shift(call, p->task.unit_bytes, bits % 16 == 0), loads);
     return bits % 16 == 0;
 }
 
@@ -3491,7 +3422,9 @@ static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move 
     typedef kvpc_listed<bytes> params;
     params p;
     const bool few = call->launch.max_sms > 0;
-    const bool aligned = kvpc_fill_listed(call, m, slice, few ? kvpc_few_loads : kvpc_once_loads, &p);
+    const bool aligned = kvpc_fill_listed(call, m, slice, &p);
+    kvpc_cut(&p, &p.task, 1, kvpc_lanes_shift(call, p.task.unit_bytes, aligned),
+             few ? kvpc_few_loads : kvpc_once_loads);
     const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned);
     return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<false, kvpc_few_loads, params>, kvpc_few_sms_threads,
                                    1u << p.lanes_shift, &p)
@@ -3503,34 +3436,41 @@ static kvprim_status kvpc_start_wide(const kvpc_call *call, const kvprim_move *m
 {
     typedef kvpc_listed<kvpc_few_params> params;
     params p;
-    const bool aligned = kvpc_fill_listed(call, m, slice, kvpc_any_loads, &p);
+    const bool aligned = kvpc_fill_listed(call, m, slice, &p);
+    kvpc_cut(&p, &p.task, 1, kvpc_lanes_shift(call, p.task.unit_bytes, aligned), kvpc_any_loads);
     const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned);
     return kvpc_start_groups(&start, kvpc_move_any_kernel<uint64_t, params>, kvpc_unaligned_threads,
                              1u << p.lanes_shift, &p);
 }
 
-/* Chunks of so many rows, or somewhat more: a part has 256 bytes or more, or is a unit. 2^31 if there are as many. */
+/* Chunks of so many rows, or somewhat more: a part has 256 bytes or more, or is a unit. 2^31 if 31 bits do not count
+   them, or the rows and bytes of a table. */
 static uint64_t kvpc_most_chunks(const kvprim_move *m, int64_t rows)
 {
     const uint64_t most = (uint64_t)1 << 31, unit = (uint64_t)kvpc_gcd(m->dst.piece_bytes, m->src.piece_bytes);
-    const uint64_t in_row = (uint64_t)m->row_bytes / unit * (unit / 256 + 1);
-    if ((uint64_t)rows >= most || in_row * (uint64_t)rows >= most / (uint64_t)m->layers)
+    const uint64_t row_bytes = (uint64_t)m->row_bytes, in_row = row_bytes / unit * (unit / 256 + 1);
+    if (kvpc_row_words(m) > 1 || row_bytes >= most / 2 || (uint64_t)rows >= most || in_row * (uint64_t)rows >= most)
         return most;
-    return in_row * (uint64_t)rows * (uint64_t)m->layers;
+    const uint64_t all = in_row * (uint64_t)rows * (uint64_t)m->layers;
+    return all < most ? all : most;
 }
 
-/* Whether all numbers of a launch of so many rows fit 31 bits. */
 static bool kvpc_is_narrow(const kvprim_move *m, int64_t rows)
 {
-    return kvpc_row_words(m) == 1 && m->row_bytes < 1 << 30 && kvpc_most_chunks(m, rows) < (uint64_t)1 << 31;
+    return kvpc_most_chunks(m, rows) < (uint64_t)1 << 31;
 }
 
-/* Starts a move with as many rows and layers at a time as `room` words of a launch's parameters hold. Layers take half
-   of them if there are rows, too. */
-template <class Start> static kvprim_status kvpc_run_slices(const kvprim_move *m, int64_t room, const Start &start)
+/* Starts as many rows and layers at a time as a launch's parameters hold: few_room words of n32, and with rows up to
+   most_room, of which layers take half. is_narrow: whether 31 bits count all of so many rows. */
+template <class Start>
+static kvprim_status kvpc_run_slices(const kvprim_move *m, int64_t few_room, int64_t most_room,
+                                     bool (*is_narrow)(const kvprim_move *, int64_t), Start start)
 {
     const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
     const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
+    const int64_t most_in = most_room / (of_row ? of_row : 1);
+    const bool narrow = is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
+    const int64_t room = narrow && of_row ? most_room : few_room;
     const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
     kvpc_slice s = {0, 0, 0, 0};
     for (; s.layer < m->layers; s.layer += s.layers) {
@@ -3538,35 +3478,35 @@ template <class Start> static kvprim_status kvpc_run_slices(const kvprim_move *m
         const int64_t in_layers = of_layer * s.layers, most_rows = of_row ? (room - in_layers) / of_row : m->count;
         for (s.row = 0; s.row < m->count; s.row += s.rows) {
             s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
-            KVPRIM_TRY(start(&s, in_layers + of_row * s.rows));
+            KVPRIM_TRY(start(&s, narrow, in_layers + of_row * s.rows));
         }
     }
     return KVPRIM_OK;
 }
 
-/* Only rows take more than kvpc_few_params. */
 static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m)
 {
     const int64_t few_room = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
     const int64_t more_room = kvpc_listed<kvpc_more_params>::room - kvpc_first_word;
-    const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
-    const int64_t most_in = kvpc_listed<kvpc_most_params>::room / (of_row ? of_row : 1);
-    const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
-    const int64_t room = narrow && of_row ? kvpc_listed<kvpc_most_params>::room - kvpc_first_word : few_room;
-    return kvpc_run_slices(m, room, [&](const kvpc_slice *s, int64_t words) {
-        return !narrow              ? kvpc_start_wide(call, m, s)
-               : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, s)
-               : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, s)
-               : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, s)
-                                    : kvpc_start_listed<kvpc_most_params>(call, m, s);
-    });
+    const int64_t most_room = kvpc_listed<kvpc_most_params>::room - kvpc_first_word;
+    return kvpc_run_slices(m, few_room, most_room, kvpc_is_narrow,
+                           [=](const kvpc_slice *s, bool narrow, int64_t words) {
+                               return !narrow              ? kvpc_start_wide(call, m, s)
+                                      : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, s)
+                                      : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, s)
+                                      : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, s)
+                                                           : kvpc_start_listed<kvpc_most_params>(call, m, s);
+                           });
 }
+
+/* >>impl_move_batches ---------------------------------------------------------------------------------------------- */
 
 /* As many moves and layers at a time as a launch's parameters hold. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *moves, size_t n)
 {
-    int32_t first = 0; /* the first layer of moves[k] that is not launched yet */
+    const uint64_t most = (uint64_t)1 << 31; /* chunks of a launch */
+    int32_t first = 0;                       /* the first layer of moves[k] that is not launched yet */
     for (size_t k = 0; k < n;) {
         kvpc_batch<most_tasks> p;
         kvprim_move joined;
@@ -3578,14 +3518,16 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
                 continue;
             joined = moves[k];
             kvpc_join_rows(&joined);
-            if (!kvpc_is_listed(&joined) && first == 0 && kvpc_copy_layers(call, &joined))
+            const bool listed = kvpc_is_listed(&joined);
+            if (!listed && first == 0 && kvpc_copy_layers(call, &joined))
                 continue;
-            if (kvpc_is_listed(&joined) || !kvpc_is_narrow(&joined, joined.count)) {
+            const uint64_t more = listed ? most : kvpc_most_chunks(&joined, joined.count);
+            if (more == most) {
                 KVPRIM_TRY(kvpc_run_listed(call, &joined));
                 continue;
             }
-            chunks += kvpc_most_chunks(&joined, joined.count);
-            if (p.tasks && chunks >= (uint64_t)1 << 31)
+            chunks += more;
+            if (p.tasks && chunks >= most)
                 break;
             first += kvpc_add_layers(&p, before && kvpc_is_alike(before, &moves[k]), &joined, first, &bits);
             if (first < joined.layers)
@@ -3597,6 +3539,8 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
     }
     return KVPRIM_OK;
 }
+
+/* >>impl_move_lines ------------------------------------------------------------------------------------------------ */
 
 static uint64_t kvpc_layer_at(const kvprim_side *side, int32_t layer)
 {
@@ -3652,8 +3596,8 @@ static bool kvpc_plan_lines(const kvpc_call *call, const kvprim_move *m, kvpc_li
     p->task.rejected = m->rejected;
     p->words = kvpc_divisor_of(unit / 16);
     p->run_words = p->units * (uint32_t)p->words.by;
-    p->tiles = kvpc_divisor_of((int64_t)kvpc_parts_of(p->run_words + kvpc_line_words - 1, kvpc_tile_words));
-    p->total = p->groups * p->tiles.by;
+    p->shares = kvpc_divisor_of((int64_t)kvpc_parts_of(p->run_words + kvpc_line_words - 1, kvpc_share_words));
+    p->total = p->groups * p->shares.by;
     if ((uint64_t)m->count >= most / p->total)
         return false;
     p->total *= (uint64_t)m->count;
@@ -3666,75 +3610,17 @@ static bool kvpc_plan_lines(const kvpc_call *call, const kvprim_move *m, kvpc_li
 /* Returns whether kvpc_lines_kernel takes the move. */
 static bool kvpc_run_lines(const kvpc_call *call, const kvprim_move *m, kvprim_status *status)
 {
-    const uint64_t limit = (uint64_t)call->launch.max_sms, tiles = kvpc_few_sms_threads / 32;
+    const uint64_t limit = (uint64_t)call->launch.max_sms, warps = kvpc_few_sms_threads / 32;
     kvpc_lines p;
     if (!kvpc_plan_lines(call, m, &p))
         return false;
-    const uint64_t wanted = (p.total + tiles - 1) / tiles;
+    const uint64_t wanted = (p.total + warps - 1) / warps;
     *status = kvpc_start(call, kvpc_lines_kernel, (uint32_t)(wanted < limit ? wanted : limit), kvpc_few_sms_threads, p);
     return true;
 }
 
-/* Whether each move takes a launch of its own: only some of them begin and end at multiples of 16 bytes, and in one
-   launch all would take the slower kernels of any alignment. A store of 65,536 rows of 576 and of 8 bytes (DeepSeek-V4)
-   takes 28 us in two launches and 66 in one; a store of 64 such rows 2.5 and 2.0 (H200). */
-static bool kvpc_splits_launch(const kvpc_call *call, const kvprim_move *moves, size_t n)
-{
-    const int64_t least_bytes = 4 << 20;
-    bool aligned = false, others = false;
-    int64_t most = 0; /* bytes of the largest move */
-    for (size_t k = 0; k < n; k++) {
-        uint64_t bits = 0;
-        if (moves[k].count == 0)
-            continue;
-        const bool plain = kvpc_is_plain(&moves[k], &bits), words = (bits | (uint64_t)moves[k].row_bytes) % 16 == 0;
-        const int64_t bytes = plain && words ? moves[k].count * moves[k].row_bytes : 0;
-        most = bytes > most ? bytes : most;
-        aligned |= plain && words, others |= !words;
-    }
-    return aligned && others && most >= least_bytes && call->launch.max_sms == 0;
-}
-
-static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *moves, size_t n,
-                                      const kvprim_cuda_launch *launch);
-
-/* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
 static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
-                              const kvprim_cuda_launch *launch)
-{
-    if (checked != KVPRIM_OK)
-        return kvpc_fail_check(checked);
-    uint64_t bits = 0;
-    while (n > 0 && moves[n - 1].count == 0) /* K only, say */
-        n--;
-    if (n == 0)
-        return KVPRIM_OK;
-    kvpc_call call;
-    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
-    KVPRIM_TRY(kvpc_check_memory(function, moves, n));
-    call.link = true;
-    for (size_t k = 0; k < n && call.link; k++)
-        call.link = kvpc_crosses_link(&moves[k]);
-    call.chosen = call.link && call.launch.max_sms == 0;
-    if (call.chosen)
-        call.launch.max_sms = kvpc_link_sms;
-    for (size_t k = 0; k < n; k++)
-        if (moves[k].count > 0 && moves[k].dst.format.dtype)
-            return kvpc_run_convert(&call, moves, n, launch);
-    if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
-        (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
-        return kvpc_run_plain(&call, moves, (int)n, bits);
-    if (n > 1 && kvpc_splits_launch(&call, moves, n)) {
-        for (size_t k = 0; k < n; k++)
-            KVPRIM_TRY(kvpc_run(function, KVPRIM_OK, &moves[k], 1, launch));
-        return KVPRIM_OK;
-    }
-    if (call.link && n == 1 && kvpc_run_lines(&call, &moves[0], &checked))
-        return checked;
-    if (n == 1 || (n == 2 && kvpc_is_alike(&moves[0], &moves[1])))
-        return kvpc_run_batches<1>(&call, moves, n);
-    return kvpc_run_batches<kvpc_most_tasks>(&call, moves, n);
-}
+                              const kvprim_cuda_launch *launch);
 
 /* >>impl_convert_moves ----------------------------------------------------------------------------------------------
 
@@ -4177,38 +4063,36 @@ static void kvpc_cut_conversion(const kvpc_call *call, kvpc_conversion *p)
     p->total = p->task.chunks.by * rows;
 }
 
-/* Whether all numbers of a launch fit 31 bits. Each span has an element or more. */
-static bool kvpc_converts_narrow(const kvprim_move *m, const kvpc_slice *s)
+/* Whether all numbers of a launch of so many rows fit 31 bits. Each span has an element or more. */
+static bool kvpc_converts_narrow(const kvprim_move *m, int64_t rows)
 {
     const uint64_t most = (uint64_t)1 << 31, elements = (uint64_t)m->row_bytes;
-    return kvpc_row_words(m) == 1 && elements < most / 8 && (uint64_t)s->rows < most &&
-           (elements / 4 + 1) * (uint64_t)s->rows < most / (uint64_t)s->layers;
+    return kvpc_row_words(m) == 1 && elements < most / 8 && (uint64_t)rows < most &&
+           (elements / 4 + 1) * (uint64_t)rows < most / (uint64_t)m->layers;
 }
 
-static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
+static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
+                                           bool narrow)
 {
     enum { many = kvpc_convert_threads, few = kvpc_convert_wide_threads };
-    uint64_t bits = 0;
     kvpc_conversion p;
-    p.task = kvpc_task{};
-    p.task.zero = m->zero != 0;
-    p.part_bytes = 0;
+    (void)kvpc_fill_listed(call, m, slice, &p);
     p.how = kvpc_change_of(m, slice->layer, &p.task.dst, &p.task.src);
-    kvpc_fill_rows(call, m, slice, &p, &bits);
     kvpc_cut_conversion(call, &p);
-    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
+    const kvpc_call start = kvpc_on_link(call, 0, false);
     const uint32_t lanes = 1u << p.lanes_shift;
-    return kvpc_converts_narrow(m, slice)
-               ? kvpc_start_groups(&start, kvpc_convert_kernel<uint32_t, many>, many, lanes, &p)
-               : kvpc_start_groups(&start, kvpc_convert_kernel<uint64_t, few>, few, lanes, &p);
+    return narrow ? kvpc_start_groups(&start, kvpc_convert_kernel<uint32_t, many>, many, lanes, &p)
+                  : kvpc_start_groups(&start, kvpc_convert_kernel<uint64_t, few>, few, lanes, &p);
 }
 
 /* With parameters of one size: rows of a host's index that convert are few, or of many layers, and then launches take
    long anyway. */
 static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
 {
-    return kvpc_run_slices(m, kvpc_converted_rows::room - kvpc_first_word,
-                           [&](const kvpc_slice *s, int64_t) { return kvpc_start_conversion(call, m, s); });
+    const int64_t room = kvpc_converted_rows::room - kvpc_first_word;
+    return kvpc_run_slices(m, room, room, kvpc_converts_narrow, [=](const kvpc_slice *s, bool narrow, int64_t) {
+        return kvpc_start_conversion(call, m, s, narrow);
+    });
 }
 
 /* Each move by itself: those that convert by the kernels of plain rows, if these can, or as above; others as ever. */
@@ -4233,6 +4117,82 @@ static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *
                        call->function);
 }
 #endif
+
+/* >>impl_run --------------------------------------------------------------------------------------------------------
+
+   Which kernels take a call. The first line that fits decides, in kvpc_run and what it calls:
+
+       an element type changes                             kvpc_run_convert: >>impl_convert_plan, >>impl_convert_moves
+       plain rows (kvpc_is_plain), K and V as one,         kvpc_run_plain: >>impl_row_plan
+       and no max_sms
+           all is made of words of 16 bytes                    kvpc_gather_kernel, kvpc_store_kernel
+           else                                                kvpc_bytes_kernel
+       several moves of which some are aligned and large   each by itself: kvpc_splits_launch
+       over PCIe, short units that follow each other       kvpc_lines_kernel: >>impl_move_lines
+       else, move by move                                  kvpc_run_batches: >>impl_move_batches
+           over PCIe, without index or gap                     CUDA's copy: kvpc_copy_layers
+           device layers, host_index, or 2^31 of anything      as below, with the parameters of >>impl_move_lists
+           words of 16 bytes                                   kvpc_move_kernel, on few multiprocessors
+                                                               kvpc_move_few_kernel
+           any alignment                                       kvpc_move_any_kernel */
+
+/* Whether each move takes a launch of its own: only some of them begin and end at multiples of 16 bytes, and in one
+   launch all would take the slower kernels of any alignment. A store of 65,536 rows of 576 and of 8 bytes (DeepSeek-V4)
+   takes 28 us in two launches and 66 in one; a store of 64 such rows 2.5 and 2.0 (H200). */
+static bool kvpc_splits_launch(const kvpc_call *call, const kvprim_move *moves, size_t n)
+{
+    const int64_t least_bytes = 4 << 20;
+    bool aligned = false, others = false;
+    int64_t most = 0; /* bytes of the largest move */
+    for (size_t k = 0; k < n; k++) {
+        uint64_t bits = 0;
+        if (moves[k].count == 0)
+            continue;
+        const bool plain = kvpc_is_plain(&moves[k], &bits), words = (bits | (uint64_t)moves[k].row_bytes) % 16 == 0;
+        const int64_t bytes = plain && words ? moves[k].count * moves[k].row_bytes : 0;
+        most = bytes > most ? bytes : most;
+        aligned |= plain && words, others |= !words;
+    }
+    return aligned && others && most >= least_bytes && call->launch.max_sms == 0;
+}
+
+/* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
+static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
+                              const kvprim_cuda_launch *launch)
+{
+    if (checked != KVPRIM_OK)
+        return kvpc_fail_check(checked);
+    uint64_t bits = 0;
+    while (n > 0 && moves[n - 1].count == 0) /* K only, say */
+        n--;
+    if (n == 0)
+        return KVPRIM_OK;
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
+    KVPRIM_TRY(kvpc_check_memory(function, moves, n));
+    call.link = true;
+    for (size_t k = 0; k < n && call.link; k++)
+        call.link = kvpc_crosses_link(&moves[k]);
+    call.chosen = call.link && call.launch.max_sms == 0;
+    if (call.chosen)
+        call.launch.max_sms = kvpc_link_sms;
+    for (size_t k = 0; k < n; k++)
+        if (moves[k].count > 0 && moves[k].dst.format.dtype)
+            return kvpc_run_convert(&call, moves, n, launch);
+    if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
+        (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
+        return kvpc_run_plain(&call, moves, (int)n, bits);
+    if (n > 1 && kvpc_splits_launch(&call, moves, n)) {
+        for (size_t k = 0; k < n; k++)
+            KVPRIM_TRY(kvpc_run(function, KVPRIM_OK, &moves[k], 1, launch));
+        return KVPRIM_OK;
+    }
+    if (call.link && n == 1 && kvpc_run_lines(&call, &moves[0], &checked))
+        return checked;
+    if (n == 1 || (n == 2 && kvpc_is_alike(&moves[0], &moves[1])))
+        return kvpc_run_batches<1>(&call, moves, n);
+    return kvpc_run_batches<kvpc_most_tasks>(&call, moves, n);
+}
 
 /* >>impl_unpack_survey ---------------------------------------------------------------------------------------------
 
