@@ -610,8 +610,10 @@ typedef struct kvpc_plain {
     uint32_t count, row_magic; /* row_magic: threadIdx.x * row_magic >> 16 is threadIdx.x / row_threads */
     uint32_t block_rows, row_threads;
     uint32_t rows, base;
-    uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
-    uint32_t first, late;              /* pdl is kvpc_trigger_first; kvpc_trigger_late: tests for 0 are shorter */
+    uint32_t index_step; /* bytes from one index to the next */
+    /* first: pdl is kvpc_trigger_first; late: kvpc_trigger_late. Bits: `pair` lies within 64 bytes of the constant cache,
+       or a store takes 3 % longer */
+    uint32_t index_is_i64 : 1, first : 1, late : 1;
     uint32_t row_bytes[2];
     kvpc_ends pair[2];
     kvpc_divisor page, head; /* rows of a page, bytes of a head; 0: there are none */
