@@ -610,10 +610,7 @@ typedef struct kvpc_plain {
     uint32_t count, row_magic; /* row_magic: threadIdx.x * row_magic >> 16 is threadIdx.x / row_threads */
     uint32_t block_rows, row_threads;
     uint32_t rows, base;
-    uint32_t index_step; /* bytes from one index to the next */
-    /* first: pdl is kvpc_trigger_first; late: kvpc_trigger_late. Bits: `pair` lies within 64 bytes of the constant cache,
-       or a store takes 3 % longer */
-    uint32_t index_is_i64 : 1, first : 1, late : 1;
+    uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
     uint32_t row_bytes[2];
     kvpc_ends pair[2];
     kvpc_divisor page, head; /* rows of a page, bytes of a head; 0: there are none */
@@ -624,6 +621,9 @@ typedef struct kvpc_plain {
     kvpc_divisor parts; /* of the rows of K and V */
     uint32_t gather;    /* for kvpc_bytes_kernel, which does both */
     uint32_t pdl;       /* a kvpc_dependence */
+    /* pdl is kvpc_trigger_first; it is kvpc_trigger_late: tests for 0 are shorter. Last, because `pair` must lie within
+       64 bytes of the constant cache: stores are up to 10 % slower otherwise */
+    uint32_t first, late;
 } kvpc_plain;
 
 /* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. If rows
@@ -707,8 +707,8 @@ KVPRIM_DEVICE void kvpc_place_indexed(const kvpc_plain &p, uint64_t *words, uint
     }
 }
 
-/* The two kernels below, for rows that begin at multiples of 16 bytes. Whether a launch is dependent is not a template
-   parameter: waiting where there is nothing to wait for returns at once, and a trigger takes two instructions.
+/* The two kernels below, for rows that begin at multiples of 16 bytes. Gathers wait
+   in any launch, which returns at once where there is nothing to wait for; stores that asked took 2 % longer (H100).
    - row_threads threads move a row, or a part of it. Each moves the word at `at`, and for each further load the word
      row_threads words after it.
    - In the last word of a row with kvpc_tails, only the row's bytes are written, but all 16 are read.
@@ -742,7 +742,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 }
 
 /* tables: 1, or 2 for K and V. */
-template <uint32_t loads, uint32_t tables, kvpc_fit fit>
+template <uint32_t loads, uint32_t tables, bool dependent, kvpc_fit fit>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
@@ -752,9 +752,10 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint32_t i, at;
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (loads == 1 && p.first)
+    if (dependent && p.first)
         kvpc_pdl_trigger();
-    kvpc_pdl_wait();
+    if (dependent)
+        kvpc_pdl_wait();
     const uint32_t step = 16 * p.row_threads;
     uint4 v[tables][loads];
     uint64_t src[loads], dst[tables][loads];
@@ -762,7 +763,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    if (loads == 1 && p.late) /* after the slot's load it would be compiled to wait for the slot */
+    if (dependent && p.late) /* after the slot's load it would be compiled to wait for the slot */
         kvpc_pdl_trigger();
     const kvpc_index x = kvpc_find_row(p, kvpc_index_at(p, i), p.index_is_i64);
     if (early && !x.inside && at == 0)
@@ -2740,16 +2741,19 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
 
 typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
 
-/* The kernels of plain rows: by tables that are stored (0: a gather), loads and fit. */
+/* The kernels of plain rows: by tables that are stored (0: a gather); 1 or 2 loads, or 1 in a dependent launch; fit. */
 #define KVPRIM_EACH_FIT(kernel, ...)                                                                                   \
     {                                                                                                                  \
         kernel<__VA_ARGS__, kvpc_exact>, kernel<__VA_ARGS__, kvpc_words>, kernel<__VA_ARGS__, kvpc_tails>,             \
             kernel<__VA_ARGS__, kvpc_paged>                                                                            \
     }
-static const kvpc_plain_kernel kvpc_plain_kernels[3][2][4] = {
-    {KVPRIM_EACH_FIT(kvpc_gather_kernel, 1), KVPRIM_EACH_FIT(kvpc_gather_kernel, 2)},
-    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 1), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 1)},
-    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 2), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 2)}};
+static const kvpc_plain_kernel kvpc_plain_kernels[3][3][4] = {
+    {KVPRIM_EACH_FIT(kvpc_gather_kernel, 1), KVPRIM_EACH_FIT(kvpc_gather_kernel, 2),
+     KVPRIM_EACH_FIT(kvpc_gather_kernel, 1)},
+    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 1, false), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 1, false),
+     KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 1, true)},
+    {KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 2, false), KVPRIM_EACH_FIT(kvpc_store_kernel, 2, 2, false),
+     KVPRIM_EACH_FIT(kvpc_store_kernel, 1, 2, true)}};
 #undef KVPRIM_EACH_FIT
 
 /* One load per thread and table until there are enough threads to fill the GPU. Then two, of a gather: more in flight
@@ -2780,7 +2784,8 @@ static kvprim_status kvpc_start_words(const kvpc_call *call, kvpc_plain *p, uint
     started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
     p->late = started.launch.pdl && (tables == 0 || bytes > kvpc_first_bytes);
     p->first = started.launch.pdl && !p->late;
-    return kvpc_start(&started, kvpc_plain_kernels[tables][loads - 1][fit], blocks, p->block_rows * p->row_threads, *p);
+    return kvpc_start(&started, kvpc_plain_kernels[tables][started.launch.pdl && loads == 1 ? 2 : loads - 1][fit],
+                      blocks, p->block_rows * p->row_threads, *p);
 }
 
 static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)

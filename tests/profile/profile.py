@@ -135,7 +135,7 @@ def short_names(kernels):
 
 # The operation whose main path a kernel is, for data in whole 16-byte words.
 MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+L8kvpc_fit[013]E', 'gather'),
-              (r'kvpc_store_kernelI(Lj\d+E)+L8kvpc_fit[013]E', 'store'),
+              (r'kvpc_store_kernelI(L[jb]\d+E)+L8kvpc_fit[013]E', 'store'),
               (r'kvpc_(move(_few)?_kernelILb1E|lines_kernel)', 'transfer'),
               (r'kvpc_unpack_kernelI[^E]*ELb1E', 'unpack'),
               (r'kvpn_kernelI13kvpn_(one_shot|two_shot|pipeline)\d+kvpn_b?f\d', 'all_reduce'),
@@ -152,8 +152,9 @@ OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
 # into a thread's 255 registers; ptxas begins with 28 to 33.
 LOADS_AT_ONCE = 28
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
-WAITS = r'kvpc_(gather|store)_kernelI|kvpn_((parts|norm|few)_)?kernelI'
+WAITS = r'kvpc_gather_kernelI|kvpc_store_kernelI\w*Lb1E|kvpn_((parts|norm|few)_)?kernelI'
 MAY_WAIT = r'kvpc_(bytes|convert\w*|lines|move\w*|meta|slots|unpack|unpack_one)_kernel'
+NEVER_WAITS = r'kvpc_store_kernelI\w*Lb0E'
 LEAST_WAITING = 40  # kernels of kvprim_cuda.cuh of these kinds, whatever a switch leaves out
 GLOBAL = r'(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|CCTL)(\.|$)'
 # Narrow stores of a collective's main path: which half of its slots is next and, if it waited in vain, why: to the
@@ -183,6 +184,8 @@ class Kernel:
         always = re.search(WAITS, self.name)
         if self.arch < 90 or not re.search('kvp[cn]_', self.name):
             return ''
+        if re.search(NEVER_WAITS, self.name):
+            return 'waits without dependent launch' if self.count('ACQBULK') else ''
         if not always and not re.search(MAY_WAIT, self.name):
             return 'whether it has to wait is unknown'
         for predicate, code in self.code:

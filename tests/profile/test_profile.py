@@ -110,7 +110,7 @@ COLLECTIVES = [
 ]
 
 # Kernels of rows: whether one of these codes is a fault. They return early, or wait only if their parameters say so.
-STORE = '_Z17kvpc_store_kernelILj1ELj2EL8kvpc_fit0EEv10kvpc_plain'
+STORE = '_Z17kvpc_store_kernelILj1ELj2ELb1EL8kvpc_fit0EEv10kvpc_plain'
 TAILS, MOVE = STORE.replace('fit0', 'fit2'), '_Z16kvpc_move_kernelILb1E10kvpc_batchILj1EEEvT0_'
 GATHER_ROWS = '_Z18kvpc_gather_kernelILj2EL8kvpc_fit%dEEv10kvpc_plain'
 LOAD_K, LOAD_V = 'LDG.E.128 R8, desc[UR4][R12.64]', 'LDG.E.128 R16, desc[UR4][R20.64]'
@@ -131,6 +131,9 @@ ROWS = [
     ('store branches past the wait', EARLY, STORE, 90, ['@!UP0 BRA.U', WAIT, *WIDE]),
     ('a kernel that no rule knows', UNKNOWN, '_Z9kvpc_swap10kvpc_plain', 90, WIDE),
     ('a kernel of others', '', '_Z9swap_rowsPc', 90, WIDE),
+    ('store without dependent launch', '', STORE.replace('Lb1', 'Lb0'), 90, ROW),
+    ('store without dependent launch waits', 'waits without dependent launch', STORE.replace('Lb1', 'Lb0'), 90,
+     [WAIT, *WIDE]),
     ('store before Hopper', '', STORE, 80, ROW),
     ('gather of tails waits', '', GATHER_ROWS % 2, 90, [WAIT, *WIDE, 'STG.E']),
     ('gather of whole words stores narrowly', 'narrow stores', GATHER_ROWS % 3, 90, [WAIT, *WIDE, 'STG.E']),
