@@ -2123,7 +2123,7 @@ enum {
 };
 
 /* Blocks that must fit a multiprocessor. Two of 512 threads keep the kernel to 64 registers, which is faster with many
-   descriptors; on other GPUs it would spill. */
+   descriptors. With few it waits for loads one after the other then, and on other GPUs it would spill. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 enum { kvpc_meta_blocks = kvpc_meta_sm_threads / kvpc_meta_threads };
 #else
@@ -2272,7 +2272,8 @@ KVPRIM_DEVICE void kvpc_copy_small_range(const kvpc_meta &p, const kvpc_range &r
 /* The loads are plain: volatile ones of mapped memory take 10 to 30 times as long (H200).
    Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
    write while this runs. */
-static __global__ void __launch_bounds__(kvpc_meta_threads, kvpc_meta_blocks)
+template <uint32_t most_threads>
+static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta_threads ? kvpc_meta_blocks : 1)
     kvpc_meta_kernel(const KVPRIM_GRID_CONSTANT kvpc_meta KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_range r;
@@ -4832,7 +4833,8 @@ static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_me
     const uint32_t ranges = blocks > least ? blocks / p.shares : least;
     p.more = blocks > least ? blocks - ranges * p.shares : 0;
     p.ranges = kvpc_divisor_of(ranges);
-    return kvpc_start(call, kvpc_meta_kernel, blocks, threads, p);
+    return kvpc_start(call, few ? kvpc_meta_kernel<kvpc_meta_few_threads> : kvpc_meta_kernel<kvpc_meta_threads>, blocks,
+                      threads, p);
 }
 
 #else
