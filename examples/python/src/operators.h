@@ -56,6 +56,10 @@ struct Tensor {
     int64_t dims = 0, numel = 1, size[most], stride[most];
     void *owner = nullptr; // for Arguments::keep
 
+    Tensor() // leaves sizes and strides as they are: there may be many tensors
+    {
+    }
+
     int64_t itemsize() const
     {
         return dtype.bits / 8;

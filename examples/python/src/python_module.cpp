@@ -60,19 +60,17 @@ class PythonArguments final : public Arguments
         return *next++;
     }
 
-    static Tensor tensor_of(PyObject *object)
+    static void describe(Tensor &tensor, PyObject *object)
     {
         PyTypeObject *const type = Py_TYPE(object);
         DLTensor dl;
         if ((type != tensor_type && type != parameter_type) || dlpack->tensor_of(object, &dl) != 0)
             throw UseDispatcher();
-        Tensor tensor;
         tensor.data = static_cast<char *>(dl.data) + dl.byte_offset;
         tensor.set_sizes(dl.ndim, dl.shape, dl.strides);
         tensor.dtype = dl.dtype;
         tensor.device = dl.device_type == DL_CUDA ? dl.device_id : dl.device_type == DL_CPU ? CPU : NO_DEVICE;
         tensor.owner = object;
-        return tensor;
     }
 
   public:
@@ -94,19 +92,20 @@ class PythonArguments final : public Arguments
 
     Tensor tensor() override
     {
-        return tensor_of(pop());
+        Tensor tensor;
+        describe(tensor, pop());
+        return tensor;
     }
 
     std::vector<Tensor> tensors() override
     {
         PyObject *const list = pop();
-        if (!PyList_Check(list) && !PyTuple_Check(list))
+        PyObject *(*const item)(PyObject *, Py_ssize_t) = PyList_Check(list) ? PyList_GetItem : PyTuple_GetItem;
+        if (item == PyTuple_GetItem && !PyTuple_Check(list))
             throw UseDispatcher();
         std::vector<Tensor> tensors(static_cast<size_t>(PySequence_Size(list)));
-        for (size_t i = 0; i < tensors.size(); i++) {
-            const auto at = static_cast<Py_ssize_t>(i);
-            tensors[i] = tensor_of(PyList_Check(list) ? PyList_GetItem(list, at) : PyTuple_GetItem(list, at));
-        }
+        for (size_t i = 0; i < tensors.size(); i++)
+            describe(tensors[i], item(list, static_cast<Py_ssize_t>(i)));
         return tensors;
     }
 
