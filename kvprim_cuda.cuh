@@ -707,8 +707,8 @@ KVPRIM_DEVICE void kvpc_place_indexed(const kvpc_plain &p, uint64_t *words, uint
     }
 }
 
-/* The two kernels below, for rows that begin at multiples of 16 bytes. Gathers wait in any launch, which returns at once
-   where there is nothing to wait for; stores that asked took 2 % longer (H100).
+/* The two kernels below, for rows that begin at multiples of 16 bytes. Gathers wait in any launch: where there is
+   nothing to wait for, that returns at once. Stores that asked took 2 % longer (H100).
    - row_threads threads move a row, or a part of it. Each moves the word at `at`, and for each further load the word
      row_threads words after it.
    - In the last word of a row with kvpc_tails, only the row's bytes are written, but all 16 are read.
@@ -5222,19 +5222,4 @@ KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kv
 #undef KVPRIM_TRY
 #endif /* implementation */
 
-/* MIT License
-
-   Copyright (c) 2026 the kvprim authors
-
-   Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
-   documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
-   rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to
-   permit persons to whom the Software is furnished to do so, subject to the following conditions:
-
-   The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
-   Software.
-
-   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
-   WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-   COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
-   OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
+/* Copyright (c) 2026 the kvprim authors, under the MIT License: its text ends kvprim.h, which this header needs. */
