@@ -25,7 +25,7 @@ typedef struct handover_options {
     long long layers, heads, head_bytes;
     handover_shape from, to; /* the prefill side, the decode side */
     long long tokens, requests, mode, chunk_bytes, slots, lanes, max_sms, timeout_ms;
-    long long cancel_every, sockets;
+    long long cancel_every, kill_at, kill_side, stop, sockets;
     const char *listen, *connect; /* NULL: this program runs both sides */
 } handover_options;
 
@@ -35,6 +35,7 @@ typedef struct handover_option {
     const char *name, *words;
     size_t field;
     long long least, most, initial;
+    bool agreed; /* the same on both sides */
     const char *help;
 } handover_option;
 
@@ -50,29 +51,33 @@ static const char handover_address[] = "HOST:PORT";
    4.6 of their 5 s on Gigabit Ethernet. Over sockets 1 MB to 16 MB are all the same: 1.0 of one ncclSend on one lane,
    1.5 to 1.6 on two, which have twice the sockets. */
 static const handover_option handover_table[] = {
-    {"--mode", "ring|straight|all", HANDOVER_AT(mode), 0, 0, 0,
+    {"--mode", "ring|straight|all", HANDOVER_AT(mode), 0, 0, 0, true,
      "through a bounded ring over NCCL; straight into the peer's pages; both in turn"},
-    {"--layers", NULL, HANDOVER_AT(layers), 1, handover_most_layers, 64, "the model's"},
-    {"--heads", NULL, HANDOVER_AT(heads), 1, 65536, 8, "the model's K/V heads"},
-    {"--head-bytes", NULL, HANDOVER_AT(head_bytes), 8, 1 << 20, 256, "of K, and of V; a multiple of 8"},
-    {"--from-tp", NULL, HANDOVER_AT(from.tp), 1, handover_most_tp, 1, "ranks of prefill, all on its one GPU"},
-    {"--to-tp", NULL, HANDOVER_AT(to.tp), 1, handover_most_tp, 1, "ranks of decode"},
-    {"--from-layout", "nhd|hnd", HANDOVER_AT(from.head_major), 0, 0, 0, "the order inside a page"},
-    {"--to-layout", "nhd|hnd", HANDOVER_AT(to.head_major), 0, 0, 0, ""},
-    {"--page-rows", NULL, HANDOVER_AT(from.page_rows), 1, 1 << 20, 16, "tokens of a page of prefill"},
-    {"--to-page-rows", NULL, HANDOVER_AT(to.page_rows), 0, 1 << 20, 0, "of decode; 0: the same"},
-    {"--tokens", NULL, HANDOVER_AT(tokens), 1, 1 << 24, 8192, "of the largest request"},
-    {"--requests", NULL, HANDOVER_AT(requests), 0, 1 << 24, 20, "of random lengths, each verified"},
-    {"--chunk-bytes", NULL, HANDOVER_AT(chunk_bytes), 0, 1LL << 34, 0, "of a slot; 0: 64M, over sockets 8M"},
-    {"--slots", NULL, HANDOVER_AT(slots), 1, 32, 4, "of a ring"},
-    {"--lanes", NULL, HANDOVER_AT(lanes), 1, handover_most_lanes, 2, "communicators, each with a ring"},
-    {"--max-sms", NULL, HANDOVER_AT(max_sms), 0, 1024, 32, "multiprocessors that pack and unpack; 0: all"},
-    {"--timeout-ms", NULL, HANDOVER_AT(timeout_ms), 100, 3600000, 5000, "how long a side waits for the other"},
-    {"--cancel-every", NULL, HANDOVER_AT(cancel_every), 0, 1 << 24, 0,
+    {"--layers", NULL, HANDOVER_AT(layers), 1, handover_most_layers, 64, true, "the model's"},
+    {"--heads", NULL, HANDOVER_AT(heads), 1, 65536, 8, true, "the model's K/V heads"},
+    {"--head-bytes", NULL, HANDOVER_AT(head_bytes), 8, 1 << 20, 256, true, "of K, and of V; a multiple of 8"},
+    {"--from-tp", NULL, HANDOVER_AT(from.tp), 1, handover_most_tp, 1, true, "ranks of prefill, all on its one GPU"},
+    {"--to-tp", NULL, HANDOVER_AT(to.tp), 1, handover_most_tp, 1, true, "ranks of decode"},
+    {"--from-layout", "nhd|hnd", HANDOVER_AT(from.head_major), 0, 0, 0, true, "the order inside a page"},
+    {"--to-layout", "nhd|hnd", HANDOVER_AT(to.head_major), 0, 0, 0, true, ""},
+    {"--page-rows", NULL, HANDOVER_AT(from.page_rows), 1, 1 << 20, 16, true, "tokens of a page of prefill"},
+    {"--to-page-rows", NULL, HANDOVER_AT(to.page_rows), 0, 1 << 20, 0, true, "of decode; 0: the same"},
+    {"--tokens", NULL, HANDOVER_AT(tokens), 1, 1 << 24, 8192, true, "of the largest request"},
+    {"--requests", NULL, HANDOVER_AT(requests), 0, 1 << 24, 20, false, "of random lengths, each verified"},
+    {"--chunk-bytes", NULL, HANDOVER_AT(chunk_bytes), 0, 1LL << 34, 0, true, "of a slot; 0: 64M, over sockets 8M"},
+    {"--slots", NULL, HANDOVER_AT(slots), 1, 32, 4, true, "of a ring"},
+    {"--lanes", NULL, HANDOVER_AT(lanes), 1, handover_most_lanes, 2, true, "communicators, each with a ring"},
+    {"--max-sms", NULL, HANDOVER_AT(max_sms), 0, 1024, 32, true, "multiprocessors that pack and unpack; 0: all"},
+    {"--timeout-ms", NULL, HANDOVER_AT(timeout_ms), 100, 3600000, 5000, true, "how long a side waits for the other"},
+    {"--cancel-every", NULL, HANDOVER_AT(cancel_every), 0, 1 << 24, 0, false,
      "each N-th request is cancelled in the middle, by either side, then sent again; 0: none"},
-    {"--sockets", "", HANDOVER_AT(sockets), 0, 0, 0, "as if the GPUs were in two machines: only by sockets"},
-    {"--listen", handover_address, HANDOVER_AT(listen), 0, 0, 0, "only the prefill side, whose options both take"},
-    {"--connect", handover_address, HANDOVER_AT(connect), 0, 0, 0, "only the decode side"}};
+    {"--kill-at", NULL, HANDOVER_AT(kill_at), -1, INT32_MAX, -1, false,
+     "at its N-th chunk a side's process dies, and is started again; -1: none"},
+    {"--kill-side", "decode|prefill", HANDOVER_AT(kill_side), 0, 0, 0, false, "which process"},
+    {"--stop", "", HANDOVER_AT(stop), 0, 0, 0, false, "it does not die at once, but stops and says nothing more"},
+    {"--sockets", "", HANDOVER_AT(sockets), 0, 0, 0, false, "as if the GPUs were in two machines: only by sockets"},
+    {"--listen", handover_address, HANDOVER_AT(listen), 0, 0, 0, false, "only the prefill side"},
+    {"--connect", handover_address, HANDOVER_AT(connect), 0, 0, 0, false, "only the decode side"}};
 
 enum { handover_table_rows = sizeof handover_table / sizeof *handover_table };
 
@@ -143,7 +148,7 @@ static inline bool handover_check(handover_options *o)
 {
     const long long token = 2 * o->heads * o->head_bytes;
     o->to.page_rows = o->to.page_rows ? o->to.page_rows : o->from.page_rows;
-    o->chunk_bytes = o->chunk_bytes ? o->chunk_bytes : o->sockets || o->listen ? 8 << 20 : 64 << 20;
+    o->chunk_bytes = o->chunk_bytes ? o->chunk_bytes : o->sockets || o->listen || o->connect ? 8 << 20 : 64 << 20;
     const struct {
         bool wrong;
         const char *why;
@@ -153,11 +158,12 @@ static inline bool handover_check(handover_options *o)
         {o->chunk_bytes < token, "--chunk-bytes is less than a token of one layer"},
         {token * o->layers > (1LL << 46) / o->tokens, "a request of so many --tokens has 64 TB or more"},
         {o->listen && o->connect, "--listen is the prefill side, --connect the decode side: give one of them"},
-        {(o->sockets || o->listen) && o->mode,
-         "--sockets and --listen keep the sides from each other's memory, which --mode straight needs"},
+        {o->sockets && o->mode, "--sockets keeps the sides from each other's memory, which --mode straight needs"},
         {o->mode && (o->tokens - 1) / o->to.page_rows >= handover_most_pages,
          "--mode straight allows at most 1048576 pages of a request"},
-        {o->mode == mode_straight && o->cancel_every, "--cancel-every counts chunks, which --mode straight has not"}};
+        {o->mode == mode_straight && (o->cancel_every || o->kill_at >= 0),
+         "--cancel-every and --kill-at count chunks, which --mode straight has not"},
+        {o->stop && o->kill_at < 0, "--stop needs --kill-at"}};
     for (size_t k = 0; k < sizeof rules / sizeof *rules; k++)
         if (rules[k].wrong) {
             fprintf(stderr, "14_handover: %s\n", rules[k].why);

@@ -10,6 +10,7 @@
 #define HANDOVER_PATTERN_H
 
 #include "handover_plan.h"
+#include <stdio.h>
 
 /* What a byte of a cache belongs to. */
 typedef struct handover_place {
@@ -64,6 +65,21 @@ HANDOVER_ANYWHERE uint32_t handover_differing(uint64_t got, uint64_t want, uint3
         if (((got ^ want) >> 8 * b & 255) != 0)
             differing++, *first = b;
     return differing;
+}
+
+/* Describes the wrong byte `at` in `text`: where it lies, whose it is, what it is and what it must be. */
+static inline void handover_describe_byte(const handover_cache *c, int64_t whose, uint64_t background, uint64_t at,
+                                          unsigned got, char *text, size_t size)
+{
+    const handover_place p = handover_place_of(c, at);
+    const uint64_t want = handover_expected(&p, whose, background, at / 8 * 8) >> at % 8 * 8;
+    char of[80] = "nobody";
+    if (whose >= 0)
+        (void)snprintf(of, sizeof of, "request %lld, token %lld", (long long)(whose >> 32),
+                       (long long)(whose & 0xffffffff));
+    (void)snprintf(text, size, "byte %llu: layer %d, %s, page %lld, row %lld, head %d, byte %d of %s: got %u, not %u",
+                   (unsigned long long)at, (int)p.layer, p.part ? "V" : "K", (long long)(p.slot / c->page_rows),
+                   (long long)(p.slot % c->page_rows), (int)p.head, (int)p.byte, of, got, (unsigned)(want & 255));
 }
 
 #endif

@@ -9,38 +9,59 @@
 
 /* ---- the decode side ---- */
 
-static void serve_request(session *s, const ask *a)
+/* Whether what the prefill side asks for is what was agreed on: what follows relies on these bounds. last: the ask
+   before. */
+static bool agreed_on(const session *s, const ask *a, const ask *last)
 {
-    if (a->tokens < 1 || a->tokens > s->o->tokens || a->chunk_bytes > s->o->chunk_bytes ||
-        (a->way >= ways && !s->others))
-        not_due();
-    const int64_t pages = side_take_pages(&s->mine, a->request, a->tokens);
+    const handover_options *const o = s->o;
+    return a->request >= 0 && a->request <= INT32_MAX && a->tokens >= 1 && a->tokens <= o->tokens && a->way >= 0 &&
+           a->way < (s->others ? s->others->end : (int32_t)ways) && a->chunk_bytes >= 2 * o->heads * o->head_bytes &&
+           a->chunk_bytes <= o->chunk_bytes && (a->way != way_straight || o->mode != mode_ring) &&
+           (!a->again || (a->way == way_ring && a->request == last->request && a->tokens == last->tokens));
+}
+
+static bool serve_request(session *s, const ask *a, const ask *last)
+{
+    if (!agreed_on(s, a, last))
+        return lose(s, "the prefill side asks for what was not agreed on");
+    const int64_t pages = a->again ? 0 : side_take_pages(&s->mine, a->request, a->tokens);
     if (a->fill)
         side_fill(&s->mine, 0, 0);
     CU(cudaStreamSynchronize(s->mine.stream));
-    serve_transfer(s, a, pages);
+    return serve_transfer(s, a, pages);
+}
+
+static bool serve_verification(session *s, const ask *last)
+{
+    char text[wrong_text] = "";
+    const int64_t wrong = side_verify(&s->mine, last->request, last->tokens, text, sizeof text);
+    s->wrong += wrong != 0;
+    s->served = wrong == 0 ? last->request + 1 : s->served;
+    return tell_bytes(s, say_verified, wrong, text, sizeof text);
 }
 
 /* Does what the prefill side asks for until it says goodbye. */
-static void serve(session *s)
+static bool serve(session *s)
 {
     handover_message m;
-    ask a;
-    memset(&a, 0, sizeof a);
+    ask next, last;
+    memset(&last, 0, sizeof last);
     for (;;) {
-        if (!handover_link_hear(&s->link, &m, 100))
+        const int n = handover_link_hear(&s->link, &m, 100);
+        if (n < 0)
+            return linked(s, false);
+        if (n == 0)
             continue;
-        if (m.kind == say_bye)
-            return;
-        if (m.kind == say_request && m.payload_bytes == sizeof a) {
-            memcpy(&a, s->link.payload, sizeof a);
-            serve_request(s, &a);
-        } else if (m.kind == say_verify) {
-            const side_faults found = side_verify(&s->mine, a.request, a.tokens);
-            s->wrong += found.bytes || found.rejected;
-            tell_bytes(s, say_verified, &found, sizeof found);
+        if (m.kind == say_request && m.payload_bytes == sizeof next) {
+            memcpy(&next, s->link.payload, sizeof next);
+            if (!serve_request(s, &next, &last))
+                return false;
+            last = next;
+        } else if (m.kind == say_verify && last.tokens > 0) {
+            if (!serve_verification(s, &last))
+                return false;
         } else {
-            not_due();
+            return m.kind == say_bye || lose(s, "the peer sent a message that is not due");
         }
         s->link.heard_us = handover_now_us(); /* while this side worked, the peer had nothing to say */
     }
@@ -53,22 +74,16 @@ typedef struct report {
     int64_t requests, tokens, bytes, chunks, cancelled, by_ring, first_us, last_us;
 } report;
 
-static void verify(session *s, const ask *a)
+static bool verify(session *s, const ask *a)
 {
     handover_message m;
-    side_faults found;
-    tell(s, say_verify, 0, 0, 0);
-    expect(s, say_verified, &m, sizeof found);
-    memcpy(&found, s->link.payload, sizeof found);
-    if (!found.bytes && !found.rejected)
-        return;
-    const handover_place p = handover_place_of(&s->to[found.rank], (uint64_t)found.first);
-    printf(
-        "WRONG: request %lld of %lld tokens: %lld slots refused, %lld bytes wrong, the first: rank %lld, layer %d, %s, "
-        "slot %lld, head %d, byte %d\n",
-        (long long)a->request, (long long)a->tokens, (long long)found.rejected, (long long)found.bytes,
-        (long long)found.rank, (int)p.layer, p.part ? "V" : "K", (long long)p.slot, (int)p.head, (int)p.byte);
-    s->wrong++;
+    if (!tell(s, say_verify, 0, 0, 0) || !expect(s, say_verified, &m, wrong_text))
+        return false;
+    if (m.a != 0)
+        printf("WRONG: request %lld of %lld tokens: %lld bytes; %.180s\n", (long long)a->request, (long long)a->tokens,
+               (long long)m.a, s->link.payload);
+    s->wrong += m.a != 0;
+    return true;
 }
 
 static void begin_request(session *s, const ask *a)
@@ -79,32 +94,47 @@ static void begin_request(session *s, const ask *a)
     CU(cudaStreamSynchronize(s->mine.stream));
 }
 
-/* Sends a part of the request, until one of the sides cancels it. When both know, every slot of the rings is free. */
-static void cancel_request(session *s, ask a, uint64_t random)
+/* Sends a part of the request, until one of the sides cancels it. */
+static bool cancel_request(session *s, ask a, uint64_t random)
 {
-    const int64_t at = 1 + (int64_t)(random % plan_of(s, &a).size());
+    chunk_walk walk;
+    outcome out;
+    walk_begin(s, &a, &walk);
+    const int64_t at = 1 + (int64_t)(random % (uint64_t)walk.total);
     const bool here = a.request / s->o->cancel_every % 2 == 0;
     a.cancel_at = here ? -1 : at;
-    (void)transfer(s, &a, here ? at - 1 : -1);
+    return transfer(s, &a, here ? at - 1 : -1, &out);
 }
 
-/* A request of random length. One that is cancelled comes again: into other pages, all others nobody's again, so that
-   bytes of the cancelled chunks that came later would be found. */
-static void run_request(session *s, report *r, int64_t request, int32_t way)
+/* A request of random length; one that is cancelled comes again, into the same pages. */
+static bool run_request(session *s, report *r, int64_t request, int32_t way)
 {
     const handover_options *const o = s->o;
     const uint64_t random = handover_mix(handover_mix(78) ^ (uint64_t)request);
     const int64_t tokens = 1 + (int64_t)(random % (uint64_t)o->tokens);
-    const ask a = {request, tokens, o->chunk_bytes, -1, way, 1};
+    ask a = {request, tokens, o->chunk_bytes, -1, way, 1, 0};
+    outcome out;
     begin_request(s, &a);
     if (o->cancel_every && way == way_ring && request % o->cancel_every == o->cancel_every - 1) {
-        cancel_request(s, a, handover_mix(random));
-        r->cancelled++;
+        if (!cancel_request(s, a, handover_mix(random)))
+            return false;
+        r->cancelled++, a.fill = 0, a.again = 1;
     }
-    const outcome out = transfer(s, &a, -1);
+    if (!transfer(s, &a, -1, &out))
+        return false;
     r->requests++, r->tokens += tokens, r->bytes += bytes_of(s, tokens), r->chunks += out.chunks;
     r->by_ring += way == way_ring, r->first_us += out.first_us, r->last_us += out.last_us;
-    verify(s, &a);
+    return verify(s, &a);
+}
+
+static bool run_requests(session *s, report *r)
+{
+    for (; s->served < s->o->requests; s->served++) {
+        const bool straight = s->o->mode == mode_straight || (s->o->mode == mode_all && s->served % 2);
+        if (!run_request(s, r, s->served, straight ? way_straight : way_ring))
+            return false;
+    }
+    return true;
 }
 
 static void print_shape(const session *s)
@@ -120,11 +150,11 @@ static void print_shape(const session *s)
     fflush(stdout);
 }
 
-static void print_report(const session *s, const report *r)
+static void print_report(const session *s, const report *r, int64_t first)
 {
-    printf("%lld requests, %lld tokens, %.2f GB, %lld chunks; %lld cancelled and sent again; %s\n",
-           (long long)r->requests, (long long)r->tokens, (double)r->bytes / 1e9, (long long)r->chunks,
-           (long long)r->cancelled,
+    printf("%lld requests from number %lld on, %lld tokens, %.2f GB, %lld chunks; %lld cancelled and sent again; %s\n",
+           (long long)r->requests, (long long)first + 1, (long long)r->tokens, (double)r->bytes / 1e9,
+           (long long)r->chunks, (long long)r->cancelled,
            s->wrong      ? "WRONG"
            : r->requests ? "every byte of every page is right, unused ones too"
                          : "none to verify");
@@ -133,76 +163,178 @@ static void print_report(const session *s, const report *r)
                (double)r->first_us / 1e3 / (double)r->by_ring, (double)r->last_us / 1e3 / (double)r->by_ring);
 }
 
-static void prefill(session *s)
+/* ---- sessions, one after another ---- */
+
+/* Reports a peer that is gone, and says whether to wait for another. */
+static bool survive(session *s, bool may)
+{
+    const int64_t noticed_us = handover_now_us(), heard_us = s->link.heard_us;
+    may = close_session(s, false) && may;
+    printf("%s side: %s; noticed %.1f ms after its last message, ended %.1f ms later%s\n",
+           s->side == 0 ? "prefill" : "decode", s->why, (double)(noticed_us - heard_us) / 1e3,
+           (double)(handover_now_us() - noticed_us) / 1e3, may ? "; goes on with the same ring" : "");
+    fflush(stdout);
+    return may;
+}
+
+/* Accepts until a decode side has answered the setup: anything may connect to a port. */
+static bool accept_decode_side(session *s, int listener)
+{
+    const int64_t until_us = handover_now_us() + (s->o->timeout_ms + connect_ms) * 1000;
+    int64_t left_ms;
+    while ((left_ms = (until_us - handover_now_us()) / 1000) > 0) {
+        const int fd = handover_accept(listener, (int)left_ms);
+        if (fd < 0)
+            break;
+        if (agree(s, fd, answer_ms))
+            return true;
+        fprintf(stderr, "14_handover: a connection was dropped: %s\n", s->why);
+        handover_link_close(&s->link);
+    }
+    fprintf(stderr, "14_handover: no decode side has connected\n");
+    return false;
+}
+
+static int prefill_main(session *s, int listener)
 {
     report r;
+    int restarts = s->o->kill_at >= 0 && s->o->kill_side == 0;
+    int64_t first = -1;
     memset(&r, 0, sizeof r);
-    print_shape(s);
-    for (int64_t request = 0; request < s->o->requests; request++) {
-        const bool straight = s->o->mode == mode_straight || (s->o->mode == mode_all && request % 2);
-        run_request(s, &r, request, straight ? way_straight : way_ring);
+    for (;; restarts--) {
+        if (!accept_decode_side(s, listener))
+            return 1;
+        const bool connected = connect_session(s);
+        if (connected && first < 0)
+            print_shape(s);
+        first = first < 0 ? s->served : first;
+        if (connected && run_requests(s, &r)) {
+            print_report(s, &r, first);
+            if ((!s->others || s->others->run(s)) && tell(s, say_bye, 0, 0, 0))
+                return !close_session(s, true) || s->wrong;
+        }
+        if (!survive(s, restarts > 0))
+            return 1;
     }
-    print_report(s, &r);
-    if (s->others)
-        s->others->run(s);
+}
+
+static int decode_main(session *s, const char *address)
+{
+    int restarts = s->o->kill_at >= 0 && s->o->kill_side == 1;
+    for (;; restarts--) {
+        char why[160];
+        const int fd = handover_connect(address, (int)s->o->timeout_ms + connect_ms, why);
+        if (fd < 0) {
+            fprintf(stderr, "14_handover: %s\n", why);
+            return 1;
+        }
+        if (agree(s, fd, connect_ms) && connect_session(s) && serve(s)) {
+            if (s->wrong && s->o->connect)
+                fprintf(stderr, "14_handover: WRONG bytes in %lld of the verified requests\n", (long long)s->wrong);
+            return !close_session(s, true) || s->wrong;
+        }
+        if (!survive(s, restarts > 0))
+            return 1;
+    }
 }
 
 /* ---- processes ---- */
 
-/* The prefill side listens, the decode side connects to the address. Returns the exit code. */
-static int run_side(handover_options *o, const other_ways *others, int side, int listener, const char *address)
+/* address: where the prefill side listens, which is `listener` in its own process. dies: at --kill-at. */
+static int run_side(const handover_options *o, const other_ways *others, int side, int listener, const char *address,
+                    bool dies)
 {
     static session s;
     int gpus = 0;
-    s.o = o, s.others = others, s.side = side;
+    s.o = o, s.others = others, s.side = side, s.link.fd = -1;
+    s.dies_at = dies ? o->kill_at : -1;
+    if (o->sockets) {
+        setenv("NCCL_HOSTID", side == 0 ? "prefill" : "decode", 1);
+        setenv("NCCL_P2P_DISABLE", "1", 1);
+        setenv("NCCL_SHM_DISABLE", "1", 1);
+        setenv("NCCL_NET", "Socket", 1);
+    }
+    setenv("NCCL_NVLS_ENABLE", "0", 0);
     CU(cudaGetDeviceCount(&gpus));
-    if (gpus < 2 && !o->listen && !o->connect)
-        handover_die("two GPUs are needed, %d are here", gpus);
+    if (gpus < 2 && !o->listen && !o->connect) {
+        fprintf(stderr, "14_handover: two GPUs are needed, %d are here\n", gpus);
+        return 1;
+    }
     CU(cudaSetDevice(gpus < 2 ? 0 : side));
-    const int wait_ms = (int)o->timeout_ms + connect_ms;
-    open_session(&s, side == 0 ? handover_accept(listener, wait_ms) : handover_connect(address, wait_ms));
-    side == 0 ? prefill(&s) : serve(&s);
-    close_session(&s);
-    return s.wrong != 0;
+    if (!handover_guard_start(&guard, abort_comms, &s)) {
+        fprintf(stderr, "14_handover: no thread could be started\n");
+        return 1;
+    }
+    return side == 0 ? prefill_main(&s, listener) : decode_main(&s, address);
 }
 
-/* Runs each side in a process of its own: CUDA's state does not survive a fork, and this process has none. When one
-   fails, the other one ends with this process. */
-static int run_both(handover_options *o, const other_ways *others, int listener, const char *address)
+/* CUDA's state does not survive a fork: this process has none. */
+static pid_t start_side(const handover_options *o, const other_ways *others, int side, int listener,
+                        const char *address, bool dies)
 {
     fflush(stdout);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        (void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* no side outlives the program */
+        exit(run_side(o, others, side, listener, address, dies));
+    }
+    return pid;
+}
+
+/* Runs both sides, and starts the one that dies by --kill-at again. One that --stop stops is killed when the other side
+   must have noticed, which it can by its deadline alone. It holds no GPU, and its sides die with it. */
+static int supervise(const handover_options *o, const other_ways *others, int listener, const char *address)
+{
+    int mortal = o->kill_at < 0 ? -1 : o->kill_side == 0; /* the side that dies; --kill-side decode is 0 */
+    pid_t pids[2];
     for (int side = 0; side < 2; side++)
-        if (fork() == 0) {
-            (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
-            exit(run_side(o, others, side, listener, address));
-        }
-    for (int side = 0; side < 2; side++) {
+        pids[side] = start_side(o, others, side, listener, address, side == mortal);
+    for (int left = 2; left > 0;) {
         int status = 0;
-        if (wait(&status) < 0 || !WIFEXITED(status) || WEXITSTATUS(status) != 0) {
-            fprintf(stderr, "14_handover: a side ended with %s %d\n", WIFEXITED(status) ? "code" : "signal",
-                    WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status));
-            (void)poll(NULL, 0, 2000); /* the other side says what it saw */
+        const pid_t pid = waitpid(-1, &status, WUNTRACED);
+        const int side = pid == pids[1];
+        const bool dies = side == mortal;
+        if (pid < 0)
             return 1;
+        if (WIFSTOPPED(status)) {
+            if (dies && o->stop) { /* otherwise a terminal or a debugger stopped it */
+                (void)poll(NULL, 0, (int)o->timeout_ms + 1000);
+                (void)kill(pids[side], SIGKILL);
+            }
+        } else if (dies && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) {
+            mortal = -1;
+            pids[side] = start_side(o, others, side, listener, address, false);
+        } else if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+            fprintf(stderr, "14_handover: the %s side ended with %s %d\n", side ? "decode" : "prefill",
+                    WIFEXITED(status) ? "code" : "signal", WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status));
+            (void)poll(NULL, 0, left == 2 ? 2000 : 0); /* the other side says what it saw */
+            return 1;
+        } else {
+            left--;
         }
     }
-    return 0;
+    if (mortal >= 0)
+        fprintf(stderr, "14_handover: --kill-at %lld: there were not so many chunks\n", o->kill_at);
+    return mortal >= 0;
 }
 
 /* What the command line says: both sides, or one of them. */
-static int handover_run(handover_options *o, const other_ways *others)
+static int handover_run(const handover_options *o, const other_ways *others)
 {
     struct sockaddr_in at;
     socklen_t bytes = sizeof at;
-    char address[32];
+    char why[160], address[32];
     if (o->connect)
-        return run_side(o, others, 1, -1, o->connect);
-    const int listener = handover_socket(o->listen ? o->listen : "127.0.0.1:0", true);
-    if (listener < 0 || getsockname(listener, (struct sockaddr *)(void *)&at, &bytes) != 0)
-        handover_die("%s: %s", o->listen ? o->listen : "a port", strerror(errno));
+        return run_side(o, others, 1, -1, o->connect, o->kill_at >= 0 && o->kill_side == 0);
+    const int listener = handover_socket(o->listen ? o->listen : "127.0.0.1:0", true, why);
+    if (listener < 0 || getsockname(listener, (struct sockaddr *)(void *)&at, &bytes) != 0) {
+        fprintf(stderr, "14_handover: %s\n", listener < 0 ? why : strerror(errno));
+        return 1;
+    }
     if (o->listen)
-        return run_side(o, others, 0, listener, NULL);
+        return run_side(o, others, 0, listener, NULL, o->kill_at >= 0 && o->kill_side == 1);
     (void)snprintf(address, sizeof address, "127.0.0.1:%d", (int)ntohs(at.sin_port));
-    return run_both(o, others, listener, address);
+    return supervise(o, others, listener, address);
 }
 
 #endif

@@ -5,7 +5,6 @@
 #ifndef HANDOVER_SIDE_CUH
 #define HANDOVER_SIDE_CUH
 
-#include "handover_link.h"
 #include "handover_options.h"
 #include "handover_pattern.h"
 #include "kvprim_cuda.cuh"
@@ -13,15 +12,20 @@
 
 static void cuda_or_exit(cudaError_t error, const char *call)
 {
-    if (error != cudaSuccess)
-        handover_die("%s: %s", call, cudaGetErrorString(error));
+    if (error == cudaSuccess)
+        return;
+    fprintf(stderr, "14_handover: %s: %s\n", call, cudaGetErrorString(error));
+    exit(1);
 }
 #define CU(call) cuda_or_exit(call, #call)
 
+/* For what can only fail by a mistake in this program. */
 static void kvprim_or_exit(kvprim_status status)
 {
-    if (status != KVPRIM_OK)
-        handover_die("%s: %s", kvprim_status_name(status), kvprim_last_error());
+    if (status == KVPRIM_OK)
+        return;
+    fprintf(stderr, "14_handover: %s: %s\n", kvprim_status_name(status), kvprim_last_error());
+    exit(1);
 }
 
 /* ---- filling and verifying ---- */
@@ -39,6 +43,12 @@ static __global__ void handover_own_kernel(int64_t *owner, int64_t slots, const 
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < tokens; i += step)
         if (slot[i] >= 0 && slot[i] < slots)
             owner[slot[i]] = request < 0 ? -1 : handover_owner(request, i);
+}
+
+static __global__ void handover_reset_kernel(handover_faults *faults)
+{
+    faults->bytes = 0;
+    faults->first = ~0ull;
 }
 
 /* Each thread writes, or compares, 8 bytes of the cache at a time. */
@@ -173,37 +183,42 @@ static void side_fill(handover_side *s, int64_t request, int64_t tokens)
     CU(cudaStreamSynchronize(s->stream));
 }
 
-/* What side_verify found: how many bytes are wrong, the first of them and its rank; and of how many tokens slots were
-   refused. */
-typedef struct side_faults {
-    int64_t bytes, first, rank, rejected;
-} side_faults;
-
-/* Verifies every byte of every cache: the request's tokens in its slots, nobody's elsewhere. */
-static side_faults side_verify(handover_side *s, int64_t request, int64_t tokens)
+/* Describes the first wrong byte of a cache. */
+static void side_describe(const handover_side *s, const handover_cache *c, uint64_t at, char *text, size_t size)
 {
-    side_faults all = {0, 0, 0, 0};
+    unsigned char got = 0;
+    int64_t whose = -1;
+    CU(cudaMemcpy(&got, c->data + at, 1, cudaMemcpyDeviceToHost));
+    CU(cudaMemcpy(&whose, s->owner + handover_place_of(c, at).slot, sizeof whose, cudaMemcpyDeviceToHost));
+    handover_describe_byte(c, whose, (uint64_t)s->salt, at, got, text, size);
+}
+
+/* Verifies every byte of every cache: the request's tokens in its slots, nobody's elsewhere. Returns how many bytes are
+   wrong, or of how many tokens slots were refused; `text` describes the first. */
+static int64_t side_verify(handover_side *s, int64_t request, int64_t tokens, char *text, size_t size)
+{
+    int64_t wrong = 0;
     uint32_t rejected = 0;
     side_own(s, request, tokens);
     for (int r = 0; r < s->shape.tp; r++) {
         handover_faults found;
-        CU(cudaMemsetAsync(&s->faults->bytes, 0, sizeof s->faults->bytes, s->stream));
-        CU(cudaMemsetAsync(&s->faults->first, 0xff, sizeof s->faults->first, s->stream));
+        handover_reset_kernel<<<1, 1, 0, s->stream>>>(s->faults);
         handover_pattern_kernel<true>
             <<<pattern_blocks, pattern_threads, 0, s->stream>>>(s->caches[r], s->owner, (uint64_t)s->salt, s->faults);
         CU(cudaGetLastError());
         CU(cudaMemcpyAsync(&found, s->faults, sizeof found, cudaMemcpyDeviceToHost, s->stream));
         CU(cudaStreamSynchronize(s->stream));
-        if (found.bytes && !all.bytes)
-            all.first = (int64_t)found.first, all.rank = r;
-        all.bytes += (int64_t)found.bytes;
+        if (found.bytes && !wrong)
+            side_describe(s, &s->caches[r], found.first, text, size);
+        wrong += (int64_t)found.bytes;
     }
     side_own(s, -1, tokens);
     CU(cudaMemcpyAsync(&rejected, s->rejected, sizeof rejected, cudaMemcpyDeviceToHost, s->stream));
     CU(cudaMemsetAsync(s->rejected, 0, sizeof rejected, s->stream));
     CU(cudaStreamSynchronize(s->stream));
-    all.rejected = rejected;
-    return all;
+    if (rejected && !wrong)
+        (void)snprintf(text, size, "%u slots were refused", (unsigned)rejected);
+    return wrong + rejected;
 }
 
 #endif

@@ -14,7 +14,7 @@
 #define HANDOVER_WAYS_CUH
 
 #include "handover_session.cuh"
-#include <vector>
+#include <signal.h>
 
 /* What a transfer brought: see say_ack. */
 typedef struct outcome {
@@ -29,106 +29,148 @@ static int64_t bytes_of(const session *s, int64_t tokens)
 
 /* ---- chunks ---- */
 
-typedef struct planned {
-    pair ranks;
-    handover_chunk chunk;
-} planned;
+/* The chunks of a request, in the order in which they go: chunk 0 of each pair, chunk 1 of each pair, ... */
+typedef struct chunk_walk {
+    int64_t count[handover_most_pairs], total;
+    int64_t next; /* chunk next / pair_count of pair next % pair_count, if it has so many */
+} chunk_walk;
 
-/* The chunks of a request, in the order in which they go: chunk 0 of each pair of ranks, chunk 1 of each pair, ... */
-static std::vector<planned> plan_of(const session *s, const ask *a)
+static void walk_begin(const session *s, const ask *a, chunk_walk *w)
 {
-    std::vector<planned> plan;
-    size_t before = 0;
-    for (int64_t i = 0; i == 0 || plan.size() > before; i++) {
-        before = plan.size();
-        for (int k = 0; k < s->pair_count; k++) {
-            planned next = {s->pairs[k], {}};
-            handover_chunk_at(&s->from[next.ranks.from], &s->to[next.ranks.to], a->tokens, (size_t)a->chunk_bytes, i,
-                              &next.chunk);
-            if (next.chunk.bytes > 0) /* otherwise the pair has no more */
-                plan.push_back(next);
-        }
+    memset(w, 0, sizeof *w);
+    for (int p = 0; p < s->pair_count; p++) {
+        w->count[p] =
+            handover_chunks(&s->from[s->pairs[p].from], &s->to[s->pairs[p].to], a->tokens, (size_t)a->chunk_bytes);
+        if (w->count[p] < 0)
+            kvprim_or_exit(KVPRIM_ERROR_SIZE);
+        w->total += w->count[p];
     }
-    if (plan.empty())
-        handover_die("a request of no chunks: %s", kvprim_last_error());
-    return plan;
+}
+
+/* The next chunk and its pair. */
+static pair walk_next(const session *s, const ask *a, chunk_walk *w, handover_chunk *chunk)
+{
+    while (w->next / s->pair_count >= w->count[w->next % s->pair_count])
+        w->next++;
+    const pair p = s->pairs[w->next % s->pair_count];
+    handover_chunk_at(&s->from[p.from], &s->to[p.to], a->tokens, (size_t)a->chunk_bytes, w->next / s->pair_count,
+                      chunk);
+    w->next++;
+    return p;
 }
 
 /* The prefill side packs the chunk into `memory`, the decode side unpacks it. */
-static void move_chunk(session *s, const planned *p, void *memory, cudaStream_t stream)
+static void move_chunk(session *s, pair p, const handover_chunk *chunk, void *memory, cudaStream_t stream)
 {
     const handover_side *const mine = &s->mine;
     kvprim_move moves[2];
     kvprim_cuda_launch launch;
     memset(&launch, 0, sizeof launch);
     launch.stream = stream, launch.max_sms = (int32_t)s->o->max_sms;
-    const handover_cache *const cache = s->side == 0 ? &s->from[p->ranks.from] : &s->to[p->ranks.to];
-    kvprim_or_exit(handover_chunk_moves(cache, &p->chunk, memory, mine->slots, mine->rejected,
-                                        s->side == 0 ? handover_pack : handover_unpack, moves));
+    kvprim_or_exit(handover_chunk_moves(s->side == 0 ? &s->from[p.from] : &s->to[p.to], chunk, memory, mine->slots,
+                                        mine->rejected, s->side == 0 ? handover_pack : handover_unpack, moves));
     kvprim_or_exit(kvprim_cuda_move(moves, 2, &launch));
+}
+
+static void die_if_due(session *s)
+{
+    if (s->dies_at < 0 || s->dies_at-- > 0)
+        return;
+    (void)raise(s->o->stop ? SIGSTOP : SIGKILL);
 }
 
 /* ---- the ring: the prefill side ---- */
 
-/* A request that goes out. */
+/* What the decode side has said about a request that goes out. */
 typedef struct outgoing {
     int64_t sent;
     bool cancelled, ended, acknowledged;
     handover_message ack;
 } outgoing;
 
+/* More credits than a ring has slots, or than chunks were sent, are the peer's mistake. */
+static bool take_credits(session *s, const handover_message *m)
+{
+    kvprim_status status = KVPRIM_ERROR_SIZE;
+    if (m->a >= 0 && m->a < s->o->lanes && m->b >= 1 && m->b <= s->o->slots)
+        status = kvprim_ring_credit(&s->rings[m->a], (int32_t)m->b);
+    return status == KVPRIM_ERROR_SIZE ? lose(s, "the peer gives credits for chunks that it did not get")
+                                       : reached(s, status);
+}
+
 /* Takes what the decode side says while chunks go out, and after the last one. */
-static void hear_decode_side(session *s, outgoing *out, int wait_ms)
+static bool hear_decode_side(session *s, outgoing *out, int wait_ms)
 {
     handover_message m;
-    for (; !out->acknowledged && handover_link_hear(&s->link, &m, wait_ms); wait_ms = 0)
-        if (m.kind == say_credit && m.a >= 0 && m.a < s->o->lanes)
-            kvprim_or_exit(kvprim_ring_credit(&s->rings[m.a], (int32_t)m.b));
-        else if (m.kind == say_cancel)
+    int n = 0;
+    while (!out->acknowledged && (n = handover_link_hear(&s->link, &m, wait_ms)) > 0) {
+        wait_ms = 0;
+        if (m.kind == say_credit) {
+            if (!take_credits(s, &m))
+                return false;
+        } else if (m.kind == say_cancel) {
             out->cancelled = true;
-        else if (m.kind == say_ack && out->ended)
+        } else if (m.kind == say_ack && out->ended) {
             out->acknowledged = true, out->ack = m;
-        else
-            not_due();
-    if (!out->acknowledged)
-        check_comms(s);
+        } else {
+            return lose(s, "the peer sent a message that is not due");
+        }
+    }
+    return linked(s, n >= 0) && (out->acknowledged || check_comms(s));
 }
 
-/* Packs, sends and announces one chunk. False: its lane has no credit. */
-static bool send_chunk(session *s, const planned *p, outgoing *out)
+/* Packs, sends and announces one chunk, if its lane has a credit. */
+static bool send_chunk(session *s, const ask *a, chunk_walk *walk, int64_t number, bool *sent)
 {
-    const int lane = (int)(out->sent % s->o->lanes);
+    const int lane = (int)(number % s->o->lanes);
+    handover_chunk chunk;
     void *slot;
-    kvprim_or_exit(kvprim_ring_claim(&s->rings[lane], s->work[lane], &slot));
-    if (!slot)
+    *sent = false;
+    if (!reached(s, kvprim_ring_claim(&s->rings[lane], s->work[lane], &slot)))
         return false;
-    move_chunk(s, p, slot, s->work[lane]);
-    kvprim_or_exit(kvprim_ring_send(&s->rings[lane], p->chunk.bytes, s->work[lane]));
-    tell(s, say_chunk, out->sent++, (int64_t)p->chunk.bytes, 0);
-    return true;
+    if (!slot)
+        return true;
+    const pair p = walk_next(s, a, walk, &chunk);
+    move_chunk(s, p, &chunk, slot, s->work[lane]);
+    *sent = true;
+    return reached(s, kvprim_ring_send(&s->rings[lane], chunk.bytes, s->work[lane])) &&
+           tell(s, say_chunk, number, (int64_t)chunk.bytes, 0);
 }
 
-/* Returns the decode side's say_ack. cancel_at: this side cancels after so many chunks; -1: it does not. */
-static handover_message send_by_ring(session *s, const std::vector<planned> &plan, int64_t cancel_at)
+/* cancel_at: this side cancels after so many chunks; -1: it does not. */
+static bool send_by_ring(session *s, const ask *a, int64_t cancel_at, handover_message *ack)
 {
+    chunk_walk walk;
     outgoing out;
     memset(&out, 0, sizeof out);
-    while (out.sent < (int64_t)plan.size() && !out.cancelled && out.sent != cancel_at) {
-        const bool sent = send_chunk(s, &plan[(size_t)out.sent], &out);
-        hear_decode_side(s, &out, sent ? 0 : 20);
+    walk_begin(s, a, &walk);
+    while (out.sent < walk.total && !out.cancelled && out.sent != cancel_at) {
+        bool one;
+        if (!send_chunk(s, a, &walk, out.sent, &one))
+            return false;
+        if (one)
+            die_if_due(s);
+        out.sent += one;
+        if (!hear_decode_side(s, &out, one ? 0 : 20))
+            return false;
     }
     out.ended = true;
-    tell(s, say_end, out.sent, 0, 0);
+    if (!tell(s, say_end, out.sent, 0, 0))
+        return false;
     while (!out.acknowledged)
-        hear_decode_side(s, &out, 20);
-    return out.ack;
+        if (!hear_decode_side(s, &out, 20))
+            return false;
+    *ack = out.ack;
+    return true;
 }
 
 /* ---- the ring: the decode side ---- */
 
 /* A request that is coming in. */
 typedef struct incoming {
-    int32_t left[handover_most_layers]; /* chunks that a layer still lacks */
+    chunk_walk walk;
+    handover_chunk recent[handover_most_lanes * KVPRIM_MAX_RING_SLOTS]; /* chunk n at n % (lanes * slots) */
+    int32_t left[handover_most_layers];                                 /* chunks that a layer still lacks */
     int64_t received, taken[handover_most_lanes], all_taken, announced_end;
     bool cancelled;
     int64_t begun_us;
@@ -136,21 +178,51 @@ typedef struct incoming {
     outcome out;
 } incoming;
 
-/* Receives an announced chunk. One that comes after this side has cancelled is dropped. */
-static void receive_chunk(session *s, planned *p, incoming *in, int64_t cancel_at)
+/* Counts the chunks of each layer, before the clock starts. */
+static void incoming_begin(session *s, const ask *a, incoming *in)
 {
-    const int lane = (int)(in->received % s->o->lanes);
-    void *slot;
-    kvprim_or_exit(kvprim_ring_recv(&s->rings[lane], p->chunk.bytes, s->work[lane], &slot));
-    if (in->cancelled)
-        p->chunk.layers = 0;
-    else
-        move_chunk(s, p, slot, s->work[lane]);
-    kvprim_or_exit(kvprim_ring_release(&s->rings[lane], s->work[lane]));
-    if (++in->received == cancel_at) {
-        in->cancelled = true;
-        tell(s, say_cancel, 0, 0, 0);
+    handover_chunk chunk;
+    memset(in, 0, sizeof *in);
+    in->announced_end = -1;
+    walk_begin(s, a, &in->walk);
+    for (int64_t n = 0; n < in->walk.total; n++) {
+        (void)walk_next(s, a, &in->walk, &chunk);
+        for (int32_t l = 0; l < chunk.layers; l++)
+            in->left[chunk.first_layer + l]++;
     }
+    walk_begin(s, a, &in->walk);
+}
+
+static handover_chunk *recent(const session *s, incoming *in, int64_t number)
+{
+    return &in->recent[number % (s->o->lanes * s->o->slots)];
+}
+
+/* Receives an announced chunk. One that comes after this side has cancelled is dropped. */
+static bool receive_chunk(session *s, const ask *a, incoming *in, int64_t number, int64_t bytes)
+{
+    void *slot;
+    if (number != in->received || number >= in->walk.total)
+        return lose(s, "the peer announced a chunk out of turn");
+    const int lane = (int)(number % s->o->lanes);
+    handover_chunk *const chunk = recent(s, in, number);
+    const pair p = walk_next(s, a, &in->walk, chunk);
+    if (bytes != (int64_t)chunk->bytes)
+        return lose(s, "the peer announced a chunk of another size");
+    if (!reached(s, kvprim_ring_recv(&s->rings[lane], chunk->bytes, s->work[lane], &slot)))
+        return false;
+    if (in->cancelled)
+        chunk->layers = 0;
+    else
+        move_chunk(s, p, chunk, slot, s->work[lane]);
+    in->received++;
+    die_if_due(s);
+    if (in->received == a->cancel_at && !in->cancelled) {
+        in->cancelled = true;
+        if (!tell(s, say_cancel, 0, 0, 0))
+            return false;
+    }
+    return reached(s, kvprim_ring_release(&s->rings[lane], s->work[lane]));
 }
 
 /* Notes which layers are complete with a chunk that was unpacked. */
@@ -166,47 +238,47 @@ static void note_unpacked(incoming *in, const handover_chunk *chunk)
 }
 
 /* Takes the slots that are free again and gives credits for them. */
-static void give_credits(session *s, const std::vector<planned> &plan, incoming *in)
+static bool give_credits(session *s, incoming *in)
 {
     for (int lane = 0; lane < s->o->lanes; lane++) {
         int32_t n = 0;
-        kvprim_or_exit(kvprim_ring_take(&s->rings[lane], &n));
-        if (n)
-            tell(s, say_credit, lane, n, 0);
+        if (!reached(s, kvprim_ring_take(&s->rings[lane], &n)))
+            return false;
+        if (n && !tell(s, say_credit, lane, n, 0))
+            return false;
         for (; n > 0; n--)
-            note_unpacked(in, &plan[(size_t)(in->taken[lane]++ * s->o->lanes + lane)].chunk);
+            note_unpacked(in, recent(s, in, in->taken[lane]++ * s->o->lanes + lane));
     }
+    return true;
 }
 
 /* While chunks are under way it does not sleep: a credit that comes late leaves the link idle. */
-static void receive_by_ring(session *s, const ask *a)
+static bool receive_by_ring(session *s, const ask *a)
 {
-    std::vector<planned> plan = plan_of(s, a);
     static incoming state;
     incoming *const in = &state;
     handover_message m;
-    memset(in, 0, sizeof *in);
-    in->announced_end = -1;
-    for (const planned &p : plan)
-        for (int32_t l = 0; l < p.chunk.layers; l++)
-            in->left[p.chunk.first_layer + l]++;
-    tell(s, say_ready, 0, 0, 0);
+    incoming_begin(s, a, in);
+    if (!tell(s, say_ready, 0, 0, 0))
+        return false;
     in->begun_us = handover_now_us();
     while (in->announced_end < 0 || in->all_taken < in->announced_end) {
-        const bool busy = in->all_taken < in->received, heard = handover_link_hear(&s->link, &m, busy ? 0 : 20);
-        if (heard && m.kind == say_chunk && m.a == in->received && m.a < (int64_t)plan.size() &&
-            m.b == (int64_t)plan[(size_t)m.a].chunk.bytes)
-            receive_chunk(s, &plan[(size_t)m.a], in, a->cancel_at);
-        else if (heard && m.kind == say_end && m.a == in->received)
+        const bool busy = in->all_taken < in->received;
+        const int n = handover_link_hear(&s->link, &m, busy ? 0 : 20);
+        if (n < 0)
+            return linked(s, false);
+        if (n > 0 && m.kind == say_end && m.a == in->received)
             in->announced_end = m.a;
-        else if (heard)
-            not_due();
+        else if (n > 0 && m.kind != say_chunk)
+            return lose(s, "the peer sent a message that is not due");
+        else if (n > 0 && !receive_chunk(s, a, in, m.a, m.b))
+            return false;
         if (busy || in->announced_end >= 0)
             s->link.heard_us = handover_now_us(); /* it owes bytes, for which NCCL's deadline counts, or nothing */
-        give_credits(s, plan, in);
-        check_comms(s);
+        if (!give_credits(s, in) || !check_comms(s))
+            return false;
     }
-    tell(s, say_ack, in->out.first_us, in->out.last_us, in->out.chunks);
+    return tell(s, say_ack, in->out.first_us, in->out.last_us, in->out.chunks);
 }
 
 /* ---- straight ---- */
@@ -239,53 +311,46 @@ static void push_straight(session *s, const ask *a, const int32_t *pages, int64_
 }
 
 /* Waits for what the prefill side has written into the peer's memory, and says that it is there. */
-static void end_push(session *s)
+static bool end_push(session *s)
 {
-    guard_begin(s->o->timeout_ms);
+    handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms);
     CU(cudaStreamSynchronize(s->mine.stream));
-    guard_end();
-    tell(s, say_pushed, 0, 0, 0);
+    return guard_end(s) && tell(s, say_pushed, 0, 0, 0);
 }
 
 /* ---- either way ---- */
 
 /* The prefill side sends what was asked for, up to the decode side's word that it is there. */
-static outcome transfer(session *s, const ask *a, int64_t cancel_at)
+static bool transfer(session *s, const ask *a, int64_t cancel_at, outcome *out)
 {
     handover_message m;
     const int64_t pages = a->way == way_straight ? (a->tokens - 1) / s->to[0].page_rows + 1 : 0;
-    const std::vector<planned> plan = plan_of(s, a); /* before the clock starts */
-    tell_bytes(s, say_request, a, sizeof *a);
-    expect(s, say_ready, &m, (size_t)pages * sizeof *s->peer_pages);
+    if (!tell_bytes(s, say_request, 0, a, sizeof *a) ||
+        !expect(s, say_ready, &m, (size_t)pages * sizeof *s->peer_pages))
+        return false;
     const int64_t begun_us = handover_now_us();
     if (a->way == way_ring) {
-        m = send_by_ring(s, plan, cancel_at);
+        if (!send_by_ring(s, a, cancel_at, &m))
+            return false;
     } else {
-        if (a->way == way_straight) {
+        if (a->way == way_straight)
             push_straight(s, a, (const int32_t *)(const void *)s->link.payload, pages);
-            end_push(s);
-        } else {
-            s->others->move(s, a);
-        }
-        expect(s, say_ack, &m, 0);
+        if (!(a->way == way_straight ? end_push(s) : s->others->move(s, a)) || !expect(s, say_ack, &m, 0))
+            return false;
     }
-    return {m.a, m.b, m.c, (double)(handover_now_us() - begun_us) / 1e6};
+    *out = {m.a, m.b, m.c, (double)(handover_now_us() - begun_us) / 1e6};
+    return true;
 }
 
 /* The decode side's part of it. */
-static void serve_transfer(session *s, const ask *a, int64_t pages)
+static bool serve_transfer(session *s, const ask *a, int64_t pages)
 {
     handover_message m;
-    if (a->way == way_ring) {
-        receive_by_ring(s, a);
-        return;
-    }
-    tell_bytes(s, say_ready, s->mine.pages, a->way == way_straight ? (size_t)pages * sizeof *s->mine.pages : 0);
-    if (a->way == way_straight)
-        expect(s, say_pushed, &m, 0);
-    else
-        s->others->move(s, a);
-    tell(s, say_ack, 0, 0, 0);
+    if (a->way == way_ring)
+        return receive_by_ring(s, a);
+    const size_t bytes = a->way == way_straight ? (size_t)pages * sizeof *s->mine.pages : 0;
+    return tell_bytes(s, say_ready, 0, s->mine.pages, bytes) &&
+           (a->way == way_straight ? expect(s, say_pushed, &m, 0) : s->others->move(s, a)) && tell(s, say_ack, 0, 0, 0);
 }
 
 #endif

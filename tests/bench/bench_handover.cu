@@ -34,40 +34,46 @@ static bool is_mapped(int way)
     return way == way_straight || way == way_copy;
 }
 
-static void open_others(session *s)
+static bool open_others(session *s)
 {
-    CU(cudaMalloc((void **)&plain, (size_t)bytes_of(s, s->o->tokens)));
-    if (s->o->mode != mode_ring)
-        share(s, s->side == 0 ? &peer_plain : &plain);
+    if (!plain)
+        CU(cudaMalloc((void **)&plain, (size_t)bytes_of(s, s->o->tokens)));
+    unmap(&peer_plain);
+    return s->o->mode == mode_ring || share(s, -1, s->side == 0 ? &peer_plain : &plain);
 }
 
 /* ---- other ways ---- */
 
-static void send_or_receive(session *s, void *at, size_t bytes)
+static bool send_or_receive(session *s, void *at, size_t bytes)
 {
-    kvprim_or_exit(s->side == 0 ? kvprim_send(&s->comms[0], at, bytes, KVPRIM_U8, 1, s->nccl[0])
-                                : kvprim_recv(&s->comms[0], at, bytes, KVPRIM_U8, 0, s->nccl[0]));
+    return reached(s, s->side == 0 ? kvprim_send(&s->comms[0], at, bytes, KVPRIM_U8, 1, s->nccl[0])
+                                   : kvprim_recv(&s->comms[0], at, bytes, KVPRIM_U8, 0, s->nccl[0]));
 }
 
 /* Packs or unpacks all chunks of a request, in one buffer. */
 static void move_all(session *s, const ask *a)
 {
+    chunk_walk walk;
+    handover_chunk chunk;
     size_t at = 0;
     ask whole = *a;
     whole.chunk_bytes = INT64_MAX;
-    for (const planned &p : plan_of(s, &whole)) {
-        move_chunk(s, &p, plain + at, s->nccl[0]);
-        at += p.chunk.bytes;
+    walk_begin(s, &whole, &walk);
+    for (int64_t n = 0; n < walk.total; n++, at += chunk.bytes) {
+        const pair p = walk_next(s, &whole, &walk, &chunk);
+        move_chunk(s, p, &chunk, plain + at, s->nccl[0]);
     }
 }
 
-static void move_packed(session *s, const ask *a)
+static bool move_packed(session *s, const ask *a)
 {
     if (s->side == 0)
         move_all(s, a);
-    send_or_receive(s, plain, (size_t)bytes_of(s, a->tokens));
+    if (!send_or_receive(s, plain, (size_t)bytes_of(s, a->tokens)))
+        return false;
     if (s->side == 1)
         move_all(s, a);
+    return true;
 }
 
 /* Where a head of a token lies in a cache. */
@@ -79,7 +85,7 @@ static char *piece_at(const handover_cache *c, int64_t layer_part, int64_t slot,
 }
 
 /* One ncclSend for each token's row of K or V in a layer, or for each of its heads where a side is HND, in groups. */
-static void move_pieces(session *s, const ask *a)
+static bool move_pieces(session *s, const ask *a)
 {
     kvprim_comm *const comm = &s->comms[0];
     int64_t calls = 0;
@@ -93,61 +99,60 @@ static void move_pieces(session *s, const ask *a)
             const int64_t token = i / parts % a->tokens, layer_part = i / parts / a->tokens;
             const int64_t slot = (int64_t)s->mine.pages[token / c->page_rows] * c->page_rows + token % c->page_rows;
             char *const piece = piece_at(c, layer_part, slot, first + (int32_t)(i % parts) * at_once);
-            if (calls % 1024 == 0 && calls > 0)
-                kvprim_or_exit(kvprim_group_end(comm));
-            if (calls % 1024 == 0)
-                kvprim_or_exit(kvprim_group_start(comm));
-            send_or_receive(s, piece, (size_t)at_once * (size_t)c->head_bytes);
+            if (calls % 1024 == 0 && calls > 0 && !reached(s, kvprim_group_end(comm)))
+                return false;
+            if (calls % 1024 == 0 && !reached(s, kvprim_group_start(comm)))
+                return false;
+            if (!send_or_receive(s, piece, (size_t)at_once * (size_t)c->head_bytes))
+                return false;
         }
     }
-    if (calls > 0)
-        kvprim_or_exit(kvprim_group_end(comm));
+    return calls == 0 || reached(s, kvprim_group_end(comm));
 }
 
-static void copy_plain(session *s, const ask *a)
+static bool copy_plain(session *s, const ask *a)
 {
     handover_message m;
-    if (s->side == 1) {
-        expect(s, say_pushed, &m, 0);
-        return;
-    }
+    if (s->side == 1)
+        return expect(s, say_pushed, &m, 0);
     CU(cudaMemcpyAsync(peer_plain, plain, (size_t)bytes_of(s, a->tokens), cudaMemcpyDefault, s->mine.stream));
-    end_push(s);
+    return end_push(s);
 }
 
-static void move_by_other(session *s, const ask *a)
+static bool move_by_other(session *s, const ask *a)
 {
     const int64_t bytes = bytes_of(s, a->tokens);
-    guard_begin(s->o->timeout_ms + bytes / slowest_bytes_per_ms); /* NCCL takes only so many calls that have not run */
     if (a->way == way_copy)
-        copy_plain(s, a);
-    else if (a->way == way_send)
-        send_or_receive(s, plain, (size_t)bytes);
-    else
-        a->way == way_packed ? move_packed(s, a) : move_pieces(s, a);
-    CU(cudaStreamSynchronize(s->nccl[0]));
-    guard_end();
+        return copy_plain(s, a);
+    /* guarded from the first call on: NCCL takes only so many that have not run */
+    handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms + bytes / slowest_bytes_per_ms);
+    const bool moved = a->way == way_send     ? send_or_receive(s, plain, (size_t)bytes)
+                       : a->way == way_packed ? move_packed(s, a)
+                                              : move_pieces(s, a);
+    if (moved)
+        CU(cudaStreamSynchronize(s->nccl[0]));
+    return guard_end(s) && moved;
 }
 
 /* ---- measuring ---- */
 
-static void measure(session *s, int32_t way, int chunk, int round)
+static bool measure(session *s, int32_t way, int chunk, int round)
 {
     const int64_t tokens = way == way_pieces && s->o->tokens > pieces_tokens ? pieces_tokens : s->o->tokens;
-    const ask a = {s->o->requests, tokens, chunk_bytes[chunk], -1, way, round < 0};
+    const ask a = {s->o->requests, tokens, chunk_bytes[chunk], -1, way, round < 0, 0};
+    outcome out;
     if (round < 0)
         begin_request(s, &a);
     else
         (void)side_take_pages(&s->mine, a.request, a.tokens);
-    const outcome out = transfer(s, &a, -1);
-    if (round < 0) {
-        if (way != way_send && way != way_copy)
-            verify(s, &a);
-        return;
-    }
+    if (!transfer(s, &a, -1, &out))
+        return false;
+    if (round < 0)
+        return way == way_send || way == way_copy || verify(s, &a);
     gbs[way][chunk][round] = (double)bytes_of(s, tokens) / out.seconds / 1e9;
     if (way == way_ring)
         first_ms[chunk][round] = (double)out.first_us / 1e3, last_ms[chunk][round] = (double)out.last_us / 1e3;
+    return true;
 }
 
 static double median(const double *values)
@@ -198,16 +203,18 @@ static void print_table(const session *s)
 }
 
 /* Round -1 warms up and is verified. */
-static void run_rounds(session *s)
+static bool run_rounds(session *s)
 {
     for (int round = -1; round < rounds; round++)
         for (int way = 0; way < all_ways; way++) {
             if (is_mapped(way) ? s->o->mode == mode_ring : s->o->mode == mode_straight)
                 continue;
             for (int k = 0; k < (way == way_ring ? chunk_count : 1); k++)
-                measure(s, way, k, round);
+                if (!measure(s, way, k, round))
+                    return false;
         }
     print_table(s);
+    return true;
 }
 
 /* Reads ROUNDS and the list of chunks; the slots hold the largest. */
@@ -228,7 +235,7 @@ static bool parse(handover_options *o, char **argv)
 
 int main(int argc, char **argv)
 {
-    static const other_ways others = {open_others, move_by_other, run_rounds};
+    static const other_ways others = {all_ways, open_others, move_by_other, run_rounds};
     static handover_options o;
     if (argc < 3) {
         fprintf(stderr, "usage: bench_handover ROUNDS CHUNK_BYTES[,CHUNK_BYTES...] [OPTION of 14_handover...]\n");

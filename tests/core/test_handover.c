@@ -323,6 +323,17 @@ static void test_differing(void)
     uint32_t first = 99;
     CHECK(handover_differing(5, 5, &first) == 0 && first == 99);
     CHECK(handover_differing(5, 5 ^ 0x0100000000010000u, &first) == 2 && first == 2);
+    const handover_cache c = {NULL, 2, 16, 4, 2, 64, 0, 8};
+    char text[200], nobody[200];
+    const size_t at = place(&c, 1, 1, 3 * 16 + 5, 5, 9);
+    const handover_place p = handover_place_of(&c, at);
+    const unsigned want = (unsigned)(handover_expected(&p, handover_owner(6, 100), 0, at / 8 * 8) >> at % 8 * 8 & 255);
+    char end[32];
+    (void)snprintf(end, sizeof end, "got %u, not %u", (want + 1) % 256, want);
+    handover_describe_byte(&c, handover_owner(6, 100), 0, at, (want + 1) % 256, text, sizeof text);
+    CHECK(strstr(text, "layer 1, V, page 3, row 5, head 5, byte 9 of request 6, token 100") && strstr(text, end));
+    handover_describe_byte(&c, -1, 0, at, 0, nobody, sizeof nobody);
+    CHECK(strstr(nobody, "byte 9 of nobody"));
 }
 
 /* ---- bad input ---- */
@@ -397,7 +408,7 @@ int main(void)
     run("hand-over: slots that are not there", test_missing_slots);
     run("hand-over: how requests are cut", test_cuts);
     run("hand-over: the pattern", test_pattern);
-    run("hand-over: bytes that differ", test_differing);
+    run("hand-over: what is wrong, described", test_differing);
     run("hand-over: bad caches", test_bad_caches);
     run("hand-over: bad moves", test_bad_moves);
     return finish();

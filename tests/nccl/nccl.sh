@@ -132,12 +132,16 @@ build_handover()
     $cuda examples/14_handover/handover.cu -o build/14_handover $nccl_link
 }
 
-# Hands requests over whose sides differ in everything, through NVLink and sockets; some are cancelled.
+# Hands requests over whose sides differ in everything, through NVLink and sockets; some are cancelled, and either side
+# dies.
 handover_tests()
 {
     differing='--layers 64 --heads 8 --to-layout hnd --to-page-rows 32 --chunk-bytes 1M'
     run 2 build/14_handover $differing --from-tp 4 --to-tp 2 --tokens 700 --requests 30 --cancel-every 5 --mode all
     run 2 build/14_handover $differing --from-tp 2 --to-tp 4 --tokens 300 --requests 10 --cancel-every 3 --sockets
+    run 2 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30
+    run 2 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30 --kill-side prefill \
+        --stop
 }
 
 # Verifies many requests, and measures the ways by chunk size, between two GPUs and as between two machines.
