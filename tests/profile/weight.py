@@ -36,8 +36,8 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # that makes it lighter lowers them; one that needs more raises them, and its commit says what pays for that. Seconds
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
-BUDGETS = {'kvprim.h': Budget(4725, 0, 0), 'kvprim_cuda.cuh': Budget(5228, 81, 555),
-           'kvprim_nccl.h': Budget(6351, 166, 3605)}
+BUDGETS = {'kvprim.h': Budget(4386, 0, 0), 'kvprim_cuda.cuh': Budget(5225, 93, 627),
+           'kvprim_nccl.h': Budget(5663, 90, 1415)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
