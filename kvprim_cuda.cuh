@@ -517,15 +517,25 @@ KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 }
 #endif
 
-/* Divides 32-bit numbers below 2^31 with one multiplication, 64-bit ones as the compiler does. Anything by 0 is 0. */
+/* Divides 32-bit numbers below 2^31 with one multiplication. Anything by 0 is 0. */
+typedef struct kvpc_divisor32 {
+    uint32_t magic, shift;
+} kvpc_divisor32;
+
+/* The same, and 64-bit numbers as the compiler does. */
 typedef struct kvpc_divisor {
     uint64_t by;
-    uint32_t magic, shift;
+    kvpc_divisor32 narrow;
 } kvpc_divisor;
+
+KVPRIM_DEVICE uint32_t kvpc_divide(uint32_t n, const kvpc_divisor32 &d)
+{
+    return __umulhi(2 * n, d.magic) >> d.shift;
+}
 
 KVPRIM_DEVICE uint32_t kvpc_divide(uint32_t n, const kvpc_divisor &d)
 {
-    return __umulhi(2 * n, d.magic) >> d.shift;
+    return kvpc_divide(n, d.narrow);
 }
 
 KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
@@ -606,6 +616,8 @@ typedef struct kvpc_steps {
    that they name: those come first. Threads have one dimension, because a second one costs 0.02 us (H200), and dividing
    the thread's number is one multiplication. */
 typedef struct kvpc_plain {
+    /* In the order of use, and no longer than this: stores took 1.03 to 1.10 of their time with `pair` in two lines of
+       the constant cache, which are 64 bytes. */
     uint64_t index;
     uint32_t count, row_magic; /* row_magic: threadIdx.x * row_magic >> 16 is threadIdx.x / row_threads */
     uint32_t block_rows, row_threads;
@@ -613,17 +625,14 @@ typedef struct kvpc_plain {
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
     uint32_t row_bytes[2];
     kvpc_ends pair[2];
-    kvpc_divisor page, head; /* rows of a page, bytes of a head; 0: there are none */
-    kvpc_steps step[2];      /* of pair[0] and pair[1] */
+    kvpc_divisor32 page, head; /* rows of a page, bytes of a head; 0: there are none */
+    kvpc_steps step[2];        /* of pair[0] and pair[1] */
     uint32_t *rejected;
-    uint32_t fetch;     /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
-    uint32_t k_parts;   /* of K's rows, as kvpc_bytes_kernel counts them */
-    kvpc_divisor parts; /* of the rows of K and V */
-    uint32_t gather;    /* for kvpc_bytes_kernel, which does both */
-    uint32_t pdl;       /* a kvpc_dependence */
-    /* pdl is kvpc_trigger_first; it is kvpc_trigger_late: tests for 0 are shorter. Last, because `pair` must lie within
-       64 bytes of the constant cache: stores are up to 10 % slower otherwise */
-    uint32_t first, late;
+    uint32_t fetch;          /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
+    uint32_t parts, k_parts; /* of a row, as kvpc_bytes_kernel counts them, and of K */
+    kvpc_divisor32 by_parts;
+    uint32_t gather; /* for kvpc_bytes_kernel, which does both */
+    uint32_t pdl;    /* a kvpc_dependence */
 } kvpc_plain;
 
 /* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. If rows
@@ -732,10 +741,10 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (fit == kvpc_tails && p.fetch && at == 0)
         kvpc_fetch_edges(dst[0], end);
     kvpc_load_words<loads, exact>(v, x.inside, src, step, at, end); /* with the zero fill */
-    if (p.late && loads == 1)
+    if (p.pdl && loads == 1)
         kvpc_pdl_trigger();
     kvpc_store_words<loads, exact, fit == kvpc_tails>(dst, v, step, at, end);
-    if (p.late && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
+    if (p.pdl && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
         kvpc_pdl_trigger();
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
@@ -752,7 +761,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint32_t i, at;
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (dependent && p.first)
+    if (dependent && p.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
     if (dependent)
         kvpc_pdl_wait();
@@ -763,7 +772,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    if (dependent && p.late) /* after the slot's load it would be compiled to wait for the slot */
+    if (dependent && p.pdl == kvpc_trigger_late) /* after the slot's load it would be compiled to wait for the slot */
         kvpc_pdl_trigger();
     const kvpc_index x = kvpc_find_row(p, kvpc_index_at(p, i), p.index_is_i64);
     if (early && !x.inside && at == 0)
@@ -824,7 +833,7 @@ static __global__ void __launch_bounds__(kvpc_threads)
     kvpc_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
-    const uint32_t i = kvpc_divide(t / lanes, p.parts), part = t / lanes - i * (uint32_t)p.parts.by;
+    const uint32_t i = kvpc_divide(t / lanes, p.by_parts), part = t / lanes - i * p.parts;
     if (i >= p.count)
         return;
     if (p.pdl)
@@ -1591,7 +1600,7 @@ typedef struct kvpc_convert {
     kvpc_plain plain; /* heads are counted in octets; row_bytes, pair and step are not used */
     kvpc_route route[2];
     uint32_t octets;     /* of the longest route */
-    kvpc_divisor tile;   /* octets of a tile; 0: it is the row */
+    kvpc_divisor32 tile; /* octets of a tile; 0: it is the row */
     uint32_t divides;    /* 0: elements are multiplied by their scale, or by its reciprocal */
     uint32_t e5m2, e8m0; /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
     uint32_t *nans;
@@ -2704,12 +2713,13 @@ static bool kvpc_is_k_and_v(const kvprim_move *k, const kvprim_move *v)
 static kvpc_divisor kvpc_divisor_of(int64_t by)
 {
     const uint64_t one = (uint64_t)1 << 31;
-    kvpc_divisor d = {(uint64_t)by, 0, 0};
+    kvpc_divisor d = {(uint64_t)by, {0, 0}};
+    kvpc_divisor32 *const narrow = &d.narrow;
     if (by < 1 || d.by > one) /* every 32-bit dividend is less: magic 0 gives 0 */
         return d;
-    while ((uint64_t)1 << d.shift < d.by)
-        d.shift++;
-    d.magic = (uint32_t)((uint64_t)1 << d.shift == d.by ? one : ((one << d.shift) + d.by - 1) / d.by);
+    while ((uint64_t)1 << narrow->shift < d.by)
+        narrow->shift++;
+    narrow->magic = (uint32_t)((uint64_t)1 << narrow->shift == d.by ? one : ((one << narrow->shift) + d.by - 1) / d.by);
     return d;
 }
 
@@ -2785,8 +2795,9 @@ static kvprim_status kvpc_start_words(const kvpc_call *call, kvpc_plain *p, uint
     const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
     kvpc_call started = *call;
     started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
-    p->late = started.launch.pdl && (tables == 0 || bytes > kvpc_first_bytes);
-    p->first = started.launch.pdl && !p->late;
+    p->pdl = !started.launch.pdl                       ? kvpc_alone
+             : tables == 0 || bytes > kvpc_first_bytes ? kvpc_trigger_late
+                                                       : kvpc_trigger_first;
     return kvpc_start(&started, kvpc_plain_kernels[tables][started.launch.pdl && loads == 1 ? 2 : loads - 1][fit],
                       blocks, p->block_rows * p->row_threads, *p);
 }
@@ -2796,7 +2807,7 @@ static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
     const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads, groups = kvpc_threads / kvpc_bytes_lanes;
     p->k_parts = kvpc_parts_of(p->row_bytes[0] + 15, part); /* a row may lie in one word more than it fills */
     const uint32_t parts = p->k_parts + (p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0);
-    p->parts = kvpc_divisor_of(parts);
+    p->parts = parts, p->by_parts = kvpc_divisor_of(parts).narrow;
     return kvpc_start(call, kvpc_bytes_kernel, kvpc_parts_of(p->count * parts, groups), kvpc_threads, *p);
 }
 
@@ -2831,8 +2842,8 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
             edges |= p.pair[k].dst | p.pair[k].dst_stride | p.row_bytes[k];
     }
     kvpc_set_index(&p, indexed, moves);
-    p.page = kvpc_divisor_of(t->page_rows);
-    p.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0);
+    p.page = kvpc_divisor_of(t->page_rows).narrow;
+    p.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0).narrow;
     p.pdl = call->launch.pdl ? kvpc_trigger_late : kvpc_alone;
     p.gather = moves->zero != 0;
     p.fetch = edges % kvpc_granule_bytes != 0;
@@ -2944,7 +2955,7 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
     s.head = (uint32_t)kvpc_head_step(indexed);
     s.octets = (uint32_t)(other->piece_bytes * other->table.heads / 16);
     if (t->page_rows > 0)
-        p->page = kvpc_divisor_of(t->page_rows);
+        p->page = kvpc_divisor_of(t->page_rows).narrow;
     if (!indexed->format.dtype)
         return s;
     const kvprim_format &f = indexed->format;
@@ -2966,8 +2977,8 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     const kvprim_format &f = indexed->format;
     const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
     kvpc_set_index(&p->plain, indexed, m);
-    p->plain.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0);
-    p->tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0);
+    p->plain.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0).narrow;
+    p->tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0).narrow;
     p->divides = f.scale && !m->zero && !f.scale_inverse;
     p->e5m2 = f.dtype == KVPRIM_F8E5M2;
     p->e8m0 = f.scale_dtype == KVPRIM_F8E8M0;

@@ -97,14 +97,14 @@ static void kvprim_emulate_note(const kvpc_lines &)
     letters += 'R';
 }
 
-/* When kernels of plain rows have let the next one start: first, late. */
-static bool triggers[2][2];
+/* When kernels of plain rows have let the next one start: by kvpc_dependence. */
+static bool triggers[3];
 
 /* The launch bounds of the kernels of plain rows. */
 static void kvprim_emulate_note(const kvpc_plain &p)
 {
     letters += 'P';
-    triggers[p.first][p.late] = true;
+    triggers[p.pdl] = true;
     if (p.block_rows * p.row_threads > kvpc_most_threads)
         fail("%s: %u rows x %u threads in a block", current, p.block_rows, p.row_threads);
 }
@@ -847,7 +847,7 @@ static void test_all_kernels()
             for (const kvpc_fit fit : {kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged})
                 if (!ran(kvpc_plain_kernels[tables][way][fit]))
                     fail("%d tables, way %d, fit %d: never launched", tables, way, fit);
-    CHECK(triggers[0][0] && triggers[0][1] && triggers[1][0] && !triggers[1][1]);
+    CHECK(triggers[kvpc_alone] && triggers[kvpc_trigger_first] && triggers[kvpc_trigger_late]);
     CHECK(ran(kvpc_bytes_kernel) && ran(kvpc_lines_kernel));
     typedef kvpc_batch<1> one;
     typedef kvpc_batch<kvpc_most_tasks> several;
