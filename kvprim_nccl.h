@@ -38,8 +38,9 @@
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, pipeline
-       >>impl_parts       a part from each rank to each other one: gathers and all-to-alls
+       >>impl_ways        one shot, two shots, scatter, few bytes gathered
+       >>impl_pipeline    between two ranks: one shot of many bytes
+       >>impl_parts       a part from each rank to each other one: gathers of many bytes, all-to-alls
        >>impl_kernel      the kernel, and programmatic dependent launch
        >>impl_norm        what follows a sum: the residual and the RMSNorm
        >>impl_norm_few    the same with the sum, of few tokens, as fast as it goes
@@ -91,8 +92,8 @@
                                kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
                                nvcc, or clang for CUDA, compiles it, it has the kernels too; they run with every NCCL
                                from 2.19 on, whichever version it was compiled with.
-   KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
-                               for each architecture.
+   KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take 13 s of nvcc for each
+                               architecture.
    KVPRIM_NO_NORM              the same for the kernels of kvprim_all_reduce_norm, which then returns
                                KVPRIM_ERROR_UNSUPPORTED; init takes no memory for it. On all ranks or on none
    KVPRIM_NO_EXCHANGE          the same for those of all_gather, all_gatherv, all_to_all and all_to_allv, which NCCL
@@ -1436,7 +1437,9 @@ template <class T, int max_ranks> struct kvpn_gather_all : kvpn_pack_by_pack<kvp
     }
 };
 
-/* Pipeline: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
+/* >>impl_pipeline --------------------------------------------------------------------------------------------------
+
+   One shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
    than two shots do, and no second half waits for the first.) So is reduce_scatter; of an all_reduce p.pitch is 0.
 
    Each thread has kvpn_pipeline_packs packs in each step. In round k it sends its packs of step k, and reduces those
@@ -2568,10 +2571,15 @@ enum {
     kvpn_max_hidden = 16384    /* of kvprim_all_reduce_norm */
 };
 
-static_assert(UINTPTR_MAX != UINT64_MAX ||
-                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1432 &&
-                   sizeof(kvprim_norm_desc) == 168 && sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
-              "bindings to 0.3 know these sizes");
+/* Bindings to 0.3 know these sizes. */
+#if UINTPTR_MAX == UINT64_MAX
+static_assert(sizeof(kvprim_comm_id) == 128, "kvprim_comm_id");
+static_assert(sizeof(kvprim_comm_desc) == 248, "kvprim_comm_desc");
+static_assert(sizeof(kvprim_comm) == 1432, "kvprim_comm");
+static_assert(sizeof(kvprim_norm_desc) == 168, "kvprim_norm_desc");
+static_assert(sizeof(kvprim_ring_desc) == 48, "kvprim_ring_desc");
+static_assert(sizeof(kvprim_ring) == 592, "kvprim_ring");
+#endif
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
 {

@@ -140,7 +140,7 @@ MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+L8kvpc_fit[013]E', 'gather'),
               (r'kvpc_unpack_kernelI[^E]*ELb1E', 'unpack'),
               (r'kvpn_kernelI13kvpn_(one_shot|two_shot|pipeline)\d+kvpn_b?f\d', 'all_reduce'),
               (r'kvpn_kernelI12kvpn_scatter\d+kvpn_b?f\d', 'scatter'),
-              (r'kvpn_parts_kernelI17kvpn_parts_groupsILi\d+ELb1E', 'parts')]
+              (r'kvpn_parts_kernelI17kvpn_parts_groupsILi\d+ELb[01]ELb1E', 'parts')]
 # The benchmark's opponents. Nothing but their order of loads and stores is checked, and that nothing spills.
 OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
              (r'mini_store_kernelI', 'mini store'),

@@ -93,7 +93,7 @@ WAIT, WIDE = 'ACQBULK', ['LDG.E.128', 'STG.E.128']
 # st.shared::cluster as ptxas writes it: R15 is the upper half of its address.
 CLUSTER = ['S2R R17, SR_SWINHI', '@!P1 MOV R15, R17', 'MOV R14, R3', '@!P1 ST.E [R14], R21']
 COLLECTIVE = '_Z11kvpn_kernelI%s9kvpn_bf16Li2EEv11kvpn_params'
-PARTS = '_Z17kvpn_parts_kernelI17kvpn_parts_groupsILi4ELb1EEEv17kvpn_parts_params'
+PARTS = '_Z17kvpn_parts_kernelI17kvpn_parts_groupsILi4ELb0ELb1EEEv17kvpn_parts_params'
 COLLECTIVES = [
     ('as it should be', '', [WAIT, 'LDG.E.128.STRONG.SYS', 'STG.E.128'] + 4 * ['STG.E'] + ['LDG.E']),
     ('local memory', 'local memory', [WAIT, *WIDE, 'LDL.LU']),

@@ -37,7 +37,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
 BUDGETS = {'kvprim.h': Budget(4386, 0, 0), 'kvprim_cuda.cuh': Budget(5236, 93, 628),
-           'kvprim_nccl.h': Budget(5663, 90, 1415)}
+           'kvprim_nccl.h': Budget(5671, 90, 1415)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
@@ -160,8 +160,8 @@ def weigh():
             continue
         seconds, size, kernels = compiled(header, switches)
         row = [lines_of(header), len(kernels), sum(k.bytes for k in kernels.values()) / 1024, seconds, size / 1e6]
-        print(form % (header, re.sub('-D|KVPRIM_', '', switches), '' if switches else row[0], row[1], '%.0f' % row[2], '%.1f' % row[3],
-                      '%.1f' % row[4]))
+        print(form % (header, re.sub('-D|KVPRIM_', '', switches), '' if switches else row[0], row[1],
+                      '%.0f' % row[2], '%.1f' % row[3], '%.1f' % row[4]))
         if not switches:
             sums = [a + b for a, b in zip(sums, row)]
             everything.update(kernels)
