@@ -3392,14 +3392,14 @@ static void kvpn_register_window(kvpn_init_task *task)
    Other reductions and other tensors take kvpn_any. ranks: the world, rounded up to 2, 4 or 8.
 
        own kernels are off, or there is none for the type or the op     NCCL
-       more bytes than the limit, not deterministic                     NCCL
+       more bytes than the limit (a reduction: and not deterministic)   NCCL
        all_reduce      of few bytes                                     kvpn_kernel<kvpn_one_shot, T, ranks>
                        of many, between two ranks                       kvpn_kernel<kvpn_pipeline, T, 2>
                                                                         kvpn_kernel<kvpn_two_shot, T, ranks>
        reduce_scatter  of many bytes, between two ranks                 kvpn_kernel<kvpn_pipeline, T, 2>
                                                                         kvpn_kernel<kvpn_scatter, T, ranks>
-       all_gather      of few bytes                                     kvpn_kernel<kvpn_gather_all, ..., ranks>
        all_gather, all_gatherv, all_to_all, all_to_allv
+                       gathers of few bytes, as many from all           kvpn_kernel<kvpn_gather_all, ..., ranks>
                        of few bytes                                     kvpn_parts_kernel<kvpn_parts_slots<...>>
                        of many                                          kvpn_parts_kernel<kvpn_parts_groups<4, ...>>
                        of more                                          kvpn_parts_kernel<kvpn_parts_groups<6, ...>>
