@@ -3894,16 +3894,22 @@ static void kvpn_release_init_task(kvpn_init_task *task)
     free(task);
 }
 
+static void kvpn_finish_init_task(kvpn_init_task *task, kvprim_status status)
+{
+    task->status = status;
+    (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
+    KVPRIM_NCCL_STORE(&task->done, 1);
+    kvpn_release_init_task(task);
+}
+
 static void *kvpn_run_init_task(void *argument)
 {
     kvpn_init_task *const task = (kvpn_init_task *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    task->status = kvpn_run_init_steps(task);
-    (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
+    const kvprim_status s = kvpn_run_init_steps(task);
     if (kvpn_is_cancelled(task))
         kvpn_start_teardown(&task->comm, true); /* the caller may have left before NCCL made a communicator */
-    KVPRIM_NCCL_STORE(&task->done, 1);
-    kvpn_release_init_task(task);
+    kvpn_finish_init_task(task, s);
     return NULL;
 }
 
@@ -3984,15 +3990,12 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     kvpn_init_task *const task = kvpn_new_init_task(desc, device);
     if (!task)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
-    if (!kvpn_start_thread(kvpn_run_init_task, task)) {
-        task->refs = 1;
-        kvpn_release_init_task(task);
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f);
-    }
     memset(comm, 0, sizeof *comm);
     comm->active_calls = 1, comm->process = (int32_t)getpid();
     KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_initialising);
-    KVPRIM_NCCL_STORE(&comm->self, comm);
+    KVPRIM_NCCL_STORE(&comm->self, comm); /* before the thread: others may check as soon as it runs */
+    if (!kvpn_start_thread(kvpn_run_init_task, task))
+        kvpn_finish_init_task(task, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f));
     const bool done = kvpn_wait_for_init_task(comm, task, timeout_ms);
     const kvprim_status s = kvpn_end_init(comm, task, done, timeout_ms);
     kvpn_release_init_task(task);
