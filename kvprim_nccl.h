@@ -620,7 +620,8 @@ enum {
     kvpn_is_bf16 = 8,
     kvpn_is_f16 = 16,
     kvpn_is_e4m3 = 32,
-    kvpn_is_e5m2 = 64
+    kvpn_is_e5m2 = 64,
+    kvpn_shares = 128 /* sums go to all ranks: two shots */
 };
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
@@ -637,7 +638,7 @@ typedef struct kvpn_params {
     uint64_t count;       /* bytes of the tensor; of a rank's part, where there are parts */
     uint64_t pitch;       /* of reduce_scatter: bytes from one rank's part to the next one's, in send */
     uint32_t packs;       /* of the tensor */
-    uint32_t what, signs; /* with kvpn_any: the op and the type, see above; a word of -0.0 */
+    uint32_t what, signs; /* with kvpn_any: the op, the type and the way, see above; a word of -0.0 */
     uint32_t *stop;       /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
     double share; /* with kvpn_any: 1 / world */
@@ -1127,6 +1128,8 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, ui
 /* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small
    sum takes 2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
+    enum { any = 0 };
+
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
     {
         return kvpn_signs<T>();
@@ -1143,7 +1146,7 @@ template <class T, int max_ranks> struct kvpn_reduction {
 
 template <bool aligned, int max_ranks> struct kvpn_reduction<kvpn_any<aligned>, max_ranks> {
     /* Rolled, where unrolled words would need too many registers (fp8 without conversions in PTX) or instructions. */
-    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1 };
+    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1, any = 1 };
 
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &p)
     {
@@ -1230,7 +1233,7 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_
 template <class Way> struct kvpn_pack_by_pack {
     enum { threads = kvpn_max_threads }; /* at most; half with a max_ranks of 8 */
     enum { turn_last = 0 }; /* 1: the turn ends after complete, with a barrier for those who receive, and not before */
-    enum { two_waits = 0 }; /* 1: receive_sums waits a second time for each pack */
+    enum { two_waits = 0 }; /* 1: receive_sums waits a second time for each pack, if the way's shares says so */
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_thread &me)
     {
@@ -1241,14 +1244,20 @@ template <class Way> struct kvpn_pack_by_pack {
     KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
     {
         const uint32_t packs = kvpn_packs_of_block(p, me), step = me.threads;
-        for (uint32_t j = me.thread; me.stop_reason == 0 && j < packs + Way::two_waits * step; j += step) {
+        for (uint32_t j = me.thread; me.stop_reason == 0 && j < packs + Way::two_waits * (Way::shares(p) ? step : 0);
+             j += step) {
             if (j + step < packs)
                 Way::send(p, me, j + step);
             if (j < packs && !Way::receive(p, me, j))
                 return;
-            if (Way::two_waits && j >= step && !Way::receive_sums(p, me, j - step))
+            if (Way::two_waits && Way::shares(p) && j >= step && !Way::receive_sums(p, me, j - step))
                 return;
         }
+    }
+
+    KVPRIM_NCCL_DEVICE bool shares(const kvpn_params &)
+    {
+        return false;
     }
 
     KVPRIM_NCCL_DEVICE bool receive_sums(const kvpn_params &, kvpn_thread &, uint32_t)
@@ -1317,9 +1326,9 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
 
 /* Waits for pack j of this rank's part from every other rank, sums and writes it. `shares`: also sends the sum to all
    others. */
-template <class T, int max_ranks, bool shares>
+template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
-                                      uint64_t pitch)
+                                      uint64_t pitch, bool shares)
 {
     const uint32_t at = p.rank * part_packs + me.block * p.block_packs + j, others = kvpn_other_ranks(p);
     uint4 v[max_ranks];
@@ -1350,24 +1359,44 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, false>(p, me, j, 0, 0);
+        return kvpn_sum_part<T, max_ranks>(p, me, j, 0, 0, false);
     }
 };
 
 /* Two shots. The tensor is `world` slices.
    Each rank receives its slice from every other rank, sums it, and sends the sum to all.
-   Each block has the same packs of every slice: pack j of a block is at the same place of each. */
+   Each block has the same packs of every slice: pack j of a block is at the same place of each.
+   With kvpn_any it is one shot and reduce_scatter, too: what takes so many instructions is compiled once. */
 template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
-    enum { two_waits = 1 };
+    enum { two_waits = 1, any = kvpn_reduction<T, max_ranks>::any };
+
+    /* Whether sums go to all other ranks. */
+    KVPRIM_NCCL_DEVICE bool shares(const kvpn_params &p)
+    {
+        return !any || (p.what & kvpn_shares);
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t part_packs(const kvpn_params &p)
+    {
+        return shares(p) ? p.slice_packs : 0;
+    }
+
+    KVPRIM_NCCL_DEVICE uint64_t pitch(const kvpn_params &p)
+    {
+        return any ? p.pitch : 0;
+    }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<T, max_ranks>(p, me, j, p.slice_packs, 0);
+        if (any && (part_packs(p) | pitch(p)) == 0)
+            kvpn_one_shot<T, max_ranks>::send(p, me, j);
+        else
+            kvpn_send_parts<T, max_ranks>(p, me, j, part_packs(p), pitch(p));
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, true>(p, me, j, p.slice_packs, 0);
+        return kvpn_sum_part<T, max_ranks>(p, me, j, part_packs(p), pitch(p), shares(p));
     }
 
     KVPRIM_NCCL_DEVICE bool receive_sums(const kvpn_params &p, kvpn_thread &me, uint32_t j)
@@ -1405,7 +1434,7 @@ template <class T, int max_ranks> struct kvpn_scatter : kvpn_pack_by_pack<kvpn_s
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, max_ranks, false>(p, me, j, 0, p.pitch);
+        return kvpn_sum_part<T, max_ranks>(p, me, j, 0, p.pitch, false);
     }
 };
 
@@ -3389,7 +3418,8 @@ static void kvpn_register_window(kvpn_init_task *task)
    Which way a collective takes, and which kernel that is. The first row that fits decides. Sizes are compared with
    kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the
    kernel alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack.
-   Other reductions and other tensors take kvpn_any. ranks: the world, rounded up to 2, 4 or 8.
+   Other reductions and other tensors take kvpn_any, with which kvpn_two_shot is also kvpn_one_shot and kvpn_scatter.
+   ranks: the world, rounded up to 2, 4 or 8.
 
        own kernels are off, or there is none for the type or the op     NCCL
        more bytes than the limit (a reduction: and not deterministic)   NCCL
@@ -3552,14 +3582,15 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_ex
     return e.largest <= limits.parts_many / world ? kvpn_by_parts_many : kvpn_by_parts_most;
 }
 
-/* dtype: KVPRIM_U8 stands for kvpn_any. */
-template <template <class, int> class Way, int max_ranks> static const void *kvpn_pick(kvprim_dtype dtype, bool whole)
+/* dtype: KVPRIM_U8 stands for kvpn_any. Any: the way of its kernels. */
+template <template <class, int> class Way, int max_ranks, template <class, int> class Any = kvpn_two_shot>
+static const void *kvpn_pick(kvprim_dtype dtype, bool whole)
 {
-    return !whole                 ? (const void *)kvpn_kernel<Way, kvpn_any<false>, max_ranks>
+    return !whole                 ? (const void *)kvpn_kernel<Any, kvpn_any<false>, max_ranks>
            : dtype == KVPRIM_F32  ? (const void *)kvpn_kernel<Way, kvpn_f32, max_ranks>
            : dtype == KVPRIM_BF16 ? (const void *)kvpn_kernel<Way, kvpn_bf16, max_ranks>
            : dtype == KVPRIM_F16  ? (const void *)kvpn_kernel<Way, kvpn_f16, max_ranks>
-                                  : (const void *)kvpn_kernel<Way, kvpn_any<true>, max_ranks>;
+                                  : (const void *)kvpn_kernel<Any, kvpn_any<true>, max_ranks>;
 }
 
 template <template <class, int> class Way> static const void *kvpn_pick(kvprim_dtype dtype, int world, bool whole)
@@ -3600,7 +3631,7 @@ static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, b
     if (way >= kvpn_by_gather)
         return whole ? kvpn_pick_parts<kvpn_any<true>>(way, world) : kvpn_pick_parts<kvpn_any<false>>(way, world);
 #endif
-    return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2>(dtype, whole)
+    return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2, kvpn_pipeline>(dtype, whole)
            : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
            : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
                                      : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
@@ -4542,7 +4573,7 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
 }
 
 /* What a kernel of kvpn_any does. */
-static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
+static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
 {
     static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
     const uint32_t type = c->dtype == KVPRIM_F32      ? kvpn_is_f32
@@ -4550,7 +4581,7 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
                           : c->dtype == KVPRIM_F16    ? kvpn_is_f16
                           : c->dtype == KVPRIM_F8E4M3 ? kvpn_is_e4m3
                                                       : kvpn_is_e5m2;
-    p->what = ops[c->op_or_peer] | type;
+    p->what = ops[c->op_or_peer] | type | (way == kvpn_by_two_shot ? kvpn_shares : 0);
     p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
     p->share = 1.0 / c->comm->world;
 }
@@ -4563,7 +4594,7 @@ static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
     const kvprim_dtype type = kvpn_has_sum_kernel(c->dtype, c->op_or_peer) ? c->dtype : KVPRIM_U8;
     kvpn_params p = {};
     kvpn_set_ranks(comm, &p);
-    kvpn_set_what(&p, c);
+    kvpn_set_what(&p, c, way);
     p.pitch = c->kind == kvpn_reduce_scatter ? all : 0;
     for (size_t at = 0; at < all; at += most) {
         uint32_t blocks, threads;

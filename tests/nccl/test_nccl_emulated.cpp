@@ -252,10 +252,10 @@ template <class T, int max_ranks> static void run_reduction(const kvpn_params &p
         if (is_pipeline(c.what))
             return run_kernel<kvpn_pipeline<T, 2>>(p, c);
     }
-    if (c.what == one_shot)
-        run_kernel<kvpn_one_shot<T, max_ranks>>(p, c);
-    else if (c.what == two_shot)
+    if (c.what == two_shot || kvpn_reduction<T, max_ranks>::any)
         run_kernel<kvpn_two_shot<T, max_ranks>>(p, c);
+    else if (c.what == one_shot)
+        run_kernel<kvpn_one_shot<T, max_ranks>>(p, c);
     else
         run_kernel<kvpn_scatter<T, max_ranks>>(p, c);
 }
@@ -359,7 +359,7 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
         at.send[b] = input_byte(c, rank, b);
     memcpy(before, at.recv, at.recv_bytes + guard_bytes);
     set_ranks(p, j, rank, block_slots);
-    p.send = at.send, p.recv = at.recv, p.count = bytes, p.pitch = c.what == pipeline ? 0 : c.pitch;
+    p.send = at.send, p.recv = at.recv, p.count = bytes, p.pitch = scatters(c.what) ? c.pitch : 0;
     p.packs = static_cast<uint32_t>((bytes + 15) / 16);
     p.what = c.op == KVPRIM_SUM   ? kvpn_sums
              : c.op == KVPRIM_AVG ? kvpn_averages
@@ -369,11 +369,11 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
               : c.type == KVPRIM_BF16   ? kvpn_is_bf16
               : c.type == KVPRIM_F8E4M3 ? kvpn_is_e4m3
                                         : kvpn_is_e5m2;
+    p.what |= c.what == two_shot ? kvpn_shares : 0;
     p.share = 1.0 / j.world;
     p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs;
-    const size_t pitch = scatters(c.what) ? c.pitch : 0;
     if (c.what == gather)
         run_gather<max_ranks>(p, c, at);
     else if (exchanges(c.what))
@@ -381,7 +381,7 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     else
         run_call<max_ranks>(
             p, c,
-            (reinterpret_cast<uintptr_t>(at.send) | reinterpret_cast<uintptr_t>(at.recv) | pitch | bytes) % 16 == 0);
+            (reinterpret_cast<uintptr_t>(at.send) | reinterpret_cast<uintptr_t>(at.recv) | p.pitch | bytes) % 16 == 0);
     for (size_t b = 0; b < at.recv_bytes + guard_bytes; b++)
         if (b >= at.recv_bytes && at.recv[b] != before[b])
             return false;
