@@ -45,6 +45,7 @@
        >>table       kvprim_table: rows, pages, heads; the index rule
        >>preset      the caches of engines by name
        >>gather      >>store      >>slots      >>transfer      >>unpack      >>unpack_meta      >>copy
+       >>keys        keys of blocks as engines compute them; a table of keys: the longest known prefix
        >>move        checked moves: check once, run often, several in one launch
        >>launch      how kvprim_cuda.cuh runs a call: stream, overlap with the kernel before, share of the GPU
        >>check       the checks alone
@@ -69,6 +70,8 @@
            >>impl_copy
            >>impl_unpack
            >>impl_unpack_meta
+           >>impl_keys_sha        SHA-256: portable, x86, ARM
+           >>impl_keys            >>impl_key_table
 
    Rules that hold for every function here
        Errors     A function checks its descriptor before it moves the first byte. On an error it has written nothing,
@@ -95,6 +98,7 @@
    KVPRIM_API                  every translation unit: the attribute of all public functions, in place of KVPRIM_EXPORT.
                                KVPRIM_STATIC overrides it
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
+   KVPRIM_NO_KEYS              every translation unit or none: leaves out >>keys
    KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. All items are
                                then sorted as >>copy says of the slowest check.
    KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
@@ -149,6 +153,9 @@
 #define KVPRIM_X86 1
 #elif defined(__aarch64__) && !defined(__AARCH64EB__)
 #define KVPRIM_NEON 1
+#if defined(__ARM_FEATURE_SHA2) || (defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 16))
+#define KVPRIM_ARM_SHA 1
+#endif
 #endif
 #endif
 
@@ -640,6 +647,116 @@ enum { KVPRIM_MAX_COPIES = 1 << 18 }; /* more is KVPRIM_ERROR_SIZE */
    Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
 
+#ifndef KVPRIM_NO_KEYS
+/* >>keys -----------------------------------------------------------------------------------------------------------
+
+   Keys of blocks of tokens, bit for bit as engines make them: each is a hash of the key before it, the parent, and of a
+   block's tokens, so equal keys mean equal prefixes. What remains of count / block_tokens gets no key.
+
+   rule               read in            a block's key                              without a parent
+   VLLM_SHA256        vLLM 0.33.0        SHA-256(pickle(parent, tokens, extra))     the first parent is the hash of
+   VLLM_SHA256_CBOR                      SHA-256(CBOR of the same)                  ... "vllm-none-hash" in the same form
+   VLLM_XXHASH(_CBOR)                    XXH3-128(either)                           an error: vLLM draws a seed
+   SGLANG             SGLang 0.5.23      SHA-256(parent, tokens: uint32)            SHA-256(tokens)
+   TRTLLM             its manager V2     SHA-256(parent, tokens: uint32)            the first parent is SHA-256(0: a byte)
+   LMCACHE            LMCache 0.5.6      SHA-256(CBOR(parent, tokens, ())), 8 bytes the first parent is 0
+   DYNAMO             Dynamo 1.6.1       XXH3-64(parent, own), seed 1337            own: XXH3-64(tokens: uint32, extra)
+   XXH3               kvprim             XXH3-128(parent, tokens: int32)            the first parent is 0
+
+   Parents     The last key of a call continues its chain in the next one. In vLLM before 0.33 or with PYTHONHASHSEED, and
+               for XXHASH, the first parent is NONE_HASH; LMCache beside vLLM takes its first 8 bytes. SGLang's extra_key
+               and cache_salt, TensorRT-LLM's LoRA and salt are in its first parent alone, a SHA-256.
+   Tokens      vLLM's and LMCache's are any int64. SGLang's are at least 0; where one of a block is above 2^32 - 1, all are
+               uint64, after a byte 255. TensorRT-LLM's are in [0, 2^31), Dynamo's in [0, 2^32), XXH3's int32. LMCache must
+               have pre_caching_hash_algorithm: sha256_cbor. Numbers are little-endian, in CBOR big-endian.
+   Extra       vLLM: pickle or CBOR, in place of None, of the tuple of ("lora", name, path), ("mm", identifier, offset),
+               ("cache_salt", salt), ("prompt_embeds", digest); pickle's memo goes on from 2. TensorRT-LLM: digests of 32
+               bytes, each in place of a token where an image begins. Dynamo: sorted hashes of images (uint64). SGLang has
+               images in its tokens.
+   Not here    LMCache's other hashes (Python's own, BLAKE3), TensorRT-LLM's before V2 (or with 8 bytes a token), Dynamo's
+               positional ones, partial last blocks: call again with block_tokens that small. */
+typedef enum kvprim_key_rule {
+    KVPRIM_KEY_VLLM_SHA256 = 1,
+    KVPRIM_KEY_VLLM_SHA256_CBOR,
+    KVPRIM_KEY_VLLM_XXHASH, /* Rules with XXH3 need xxhash.h, 0.8 or newer, in the implementing unit before this header */
+    KVPRIM_KEY_VLLM_XXHASH_CBOR,
+    KVPRIM_KEY_SGLANG,
+    KVPRIM_KEY_TRTLLM,
+    KVPRIM_KEY_LMCACHE,
+    KVPRIM_KEY_DYNAMO,
+    KVPRIM_KEY_XXH3
+} kvprim_key_rule;
+
+/* What a block's key covers beside its tokens. */
+typedef struct kvprim_key_extra {
+    int64_t block; /* of this call; ascending. At most one for a block, except ... */
+    int64_t token; /* ... in TRTLLM, where it replaces this token of the block; ascending. Elsewhere 0 */
+    const void *data;
+    int64_t bytes;
+} kvprim_key_extra;
+
+typedef struct kvprim_keys_desc {
+    const void *tokens;           /* int32 or int64, aligned as its C type */
+    kvprim_index_type token_type; /* the keys are the same for both */
+    kvprim_key_rule rule;
+    int64_t count, block_tokens;
+    const void *parent;            /* NULL: see above */
+    int64_t parent_bytes;          /* 0: a key's; vLLM takes up to 64 */
+    const kvprim_key_extra *extra; /* extra_count of them, or NULL */
+    int64_t extra_count;
+    void *keys;         /* count / block_tokens of kvprim_key_bytes(rule), packed */
+    int64_t keys_bytes; /* the room for them */
+    uint64_t seed;      /* DYNAMO's own; 0: 1337. Add XXH3-64 of a LoRA's name, and of a cache namespace, that
+                                      with seed 1 */
+    int32_t bigrams;    /* 1 for EAGLE: SGLANG hashes pairs (token i, token i + 1), DYNAMO also the token after
+                                      a block. There are (count - 1) / block_tokens keys then */
+    int32_t reserved;
+} kvprim_keys_desc;
+
+/* Of a block: 5 for each int32 token, 10 for an int64, twice that with bigrams, and its extra. */
+enum { KVPRIM_MAX_KEY_BLOCK = 24576 };
+
+/* The bytes of a key: 32, 16 or 8. 0 for an unknown rule. */
+KVPRIM_API int64_t kvprim_key_bytes(kvprim_key_rule rule);
+
+/* Computes the keys of n requests; two chains of SHA-256 at once take two thirds of the time. It uses SHA-NI or ARMv8's
+   instructions if the processor has them, and 51 KB of stack.
+   Aliasing: keys must not overlap tokens, parent and extra (checked), or anything of another request.
+   Errors name the request: NULL, SIZE, OVERLAP, ARGUMENT (rule, types, a field that has no such value or no meaning for
+   the rule, alignment), UNSUPPORTED (compiled without xxhash.h). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n);
+
+/* The number that stands for a key in events of its engine: vLLM's last 8 bytes, others' first (big-endian, except
+   DYNAMO's). SGLang's is this as int64. */
+KVPRIM_API uint64_t kvprim_key_event(kvprim_key_rule rule, const void *key);
+
+/* SHA-256 of a buffer, 32 bytes: for first parents. */
+KVPRIM_API void kvprim_sha256(const void *data, size_t bytes, void *digest);
+
+/* Keys and their values (page numbers) in the caller's memory. The caller locks: any number of threads may be in
+   kvprim_key_table_longest, but none beside put, erase and init. The fields are read-only. */
+typedef struct kvprim_key_table {
+    void *memory;
+    uint64_t slots;
+    int64_t count, key_bytes, reserved;
+} kvprim_key_table;
+
+/* The bytes in which so many keys are found fast. 0 if keys or key_bytes (a multiple of 8 up to 64) is out of range. */
+KVPRIM_API size_t kvprim_key_table_bytes(int64_t keys, int64_t key_bytes);
+
+/* init makes an empty table in `memory`, which is aligned to 8. put adds a key or replaces its value; values are at least
+   0. Errors: NULL, SIZE (names the value; a table keeps one slot empty), ARGUMENT (alignment). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_key_table_init(kvprim_key_table *table, void *memory, size_t bytes,
+                                                              int64_t key_bytes);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_key_table_put(kvprim_key_table *table, const void *key, int64_t value);
+
+/* Removes a key and returns its value, or -1 if it was not there. */
+KVPRIM_API int64_t kvprim_key_table_erase(kvprim_key_table *table, const void *key);
+
+/* How many of n packed keys are there before the first that is not. Their values go to `values`, if that is not NULL. */
+KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const void *keys, size_t n, int64_t *values);
+#endif
+
 /* >>move -----------------------------------------------------------------------------------------------------------
 
    Gather, store and transfer come down to moves: in every layer, dst row = src row, where either side may name its
@@ -1127,6 +1244,9 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #ifdef KVPRIM_NEON
 #include <arm_neon.h>
 #endif
+#if defined(KVPRIM_ARM_SHA) && !defined(__ARM_FEATURE_SHA2)
+#include <sys/auxv.h>
+#endif
 
 #if defined(__cplusplus)
 #define KVPRIM_THREAD_LOCAL thread_local
@@ -1190,6 +1310,11 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
     KVPRIM_SIZE(kvprim_unpack_meta_desc, 72)
     KVPRIM_SIZE(kvprim_copy_item, 24)
     KVPRIM_SIZE(kvprim_copy_desc, 24)
+#ifndef KVPRIM_NO_KEYS
+    KVPRIM_SIZE(kvprim_key_extra, 32)
+    KVPRIM_SIZE(kvprim_keys_desc, 96)
+    KVPRIM_SIZE(kvprim_key_table, 40)
+#endif
     KVPRIM_SIZE(kvprim_side, 264)
     KVPRIM_SIZE(kvprim_move_names, 48)
     KVPRIM_SIZE(kvprim_move, 576)
@@ -4347,6 +4472,792 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
     return KVPRIM_OK;
 }
 
+/* >>impl_keys_sha -- SHA-256. States are digests: big-endian bytes */
+#ifndef KVPRIM_NO_KEYS
+
+static const uint32_t kvpi_sha_k[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+static int kvpi_is_little(void)
+{
+    const uint16_t one = 1;
+    uint8_t first;
+    memcpy(&first, &one, 1);
+    return first;
+}
+
+/* Compilers know this as one instruction. */
+KVPRIM_INLINE uint64_t kvpi_swapped(uint64_t v)
+{
+    v = (v & 0x00ff00ff00ff00ff) << 8 | (v >> 8 & 0x00ff00ff00ff00ff);
+    v = (v & 0x0000ffff0000ffff) << 16 | (v >> 16 & 0x0000ffff0000ffff);
+    return v << 32 | v >> 32;
+}
+
+KVPRIM_INLINE void kvpi_put_le(uint8_t *p, uint64_t v)
+{
+    v = kvpi_is_little() ? v : kvpi_swapped(v);
+    memcpy(p, &v, 8);
+}
+
+KVPRIM_INLINE void kvpi_put_be(uint8_t *p, uint64_t v)
+{
+    kvpi_put_le(p, kvpi_swapped(v));
+}
+
+KVPRIM_INLINE uint64_t kvpi_get_be(const uint8_t *p)
+{
+    const uint64_t v = kvpi_load_u64(p);
+    return kvpi_is_little() ? kvpi_swapped(v) : v;
+}
+
+/* Adds `pieces` pieces of 64 bytes of each lane's data to a state, and writes the next one, which may be the same. */
+typedef void kvpi_sha_fn(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data, size_t pieces,
+                         int lanes);
+
+KVPRIM_INLINE uint32_t kvpi_rotated(uint32_t x, int right)
+{
+    return x >> right | x << (32 - right);
+}
+
+static void kvpi_sha_piece(const uint8_t *from, uint8_t *to, const uint8_t *data)
+{
+    uint32_t w[64], s[8];
+    for (int i = 0; i < 16; i++)
+        w[i] = (uint32_t)(kvpi_get_be(data + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
+    for (int i = 16; i < 64; i++) {
+        const uint32_t a = w[i - 15], b = w[i - 2];
+        w[i] = w[i - 16] + (kvpi_rotated(a, 7) ^ kvpi_rotated(a, 18) ^ a >> 3) + w[i - 7] +
+               (kvpi_rotated(b, 17) ^ kvpi_rotated(b, 19) ^ b >> 10);
+    }
+    for (int i = 0; i < 8; i++)
+        s[i] = (uint32_t)(kvpi_get_be(from + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
+    for (int i = 0; i < 64; i++) {
+        const uint32_t a = s[0], e = s[4];
+        const uint32_t t = s[7] + (kvpi_rotated(e, 6) ^ kvpi_rotated(e, 11) ^ kvpi_rotated(e, 25)) +
+                           ((e & s[5]) ^ (~e & s[6])) + kvpi_sha_k[i] + w[i];
+        const uint32_t u = (kvpi_rotated(a, 2) ^ kvpi_rotated(a, 13) ^ kvpi_rotated(a, 22)) +
+                           ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
+        memmove(s + 1, s, 7 * sizeof *s);
+        s[4] += t, s[0] = t + u;
+    }
+    for (int i = 0; i < 8; i += 2) {
+        const uint64_t old = kvpi_get_be(from + 4 * i);
+        kvpi_put_be(to + 4 * i, (uint64_t)(s[i] + (uint32_t)(old >> 32)) << 32 | (uint32_t)(s[i + 1] + (uint32_t)old));
+    }
+}
+
+static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data, size_t pieces,
+                              int lanes)
+{
+    for (int l = 0; l < lanes; l++)
+        for (size_t i = 0; i < pieces; i++)
+            kvpi_sha_piece(i ? to[l] : from[l], to[l], data[l] + 64 * i);
+}
+
+#if defined(KVPRIM_X86)
+#define KVPRIM_SHA __attribute__((target("sha,sse4.1")))
+#define KVPRIM_SUM _mm_add_epi32
+typedef __m128i kvpi_words; /* four of a message or a state */
+
+/* Rounds i to i + 3 of a state, and message words i + 16 to i + 19; j: i / 4 % 4, a constant once this is inlined. */
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, int i, const int j)
+{
+    const kvpi_words k = _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + i));
+    const kvpi_words t = _mm_add_epi32(w[j], k), far = _mm_alignr_epi8(w[(j + 3) % 4], w[(j + 2) % 4], 4);
+    s[1] = _mm_sha256rnds2_epu32(s[1], s[0], t);
+    s[0] = _mm_sha256rnds2_epu32(s[0], s[1], _mm_shuffle_epi32(t, 0x0e));
+    w[j] = _mm_add_epi32(_mm_sha256msg1_epu32(w[j], w[(j + 1) % 4]), far);
+    w[j] = _mm_sha256msg2_epu32(w[j], w[(j + 3) % 4]);
+}
+
+KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_swap(kvpi_words x)
+{
+    return _mm_shuffle_epi8(x, _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
+}
+
+KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_load(const uint8_t *p)
+{
+    return kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)p));
+}
+
+/* The instructions want the words a, b, e and f of a state together, and c, d, g and h. */
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_begin(kvpi_words *s, const uint8_t *state)
+{
+    const kvpi_words badc = _mm_shuffle_epi32(kvpi_sha_load(state), 0xb1);
+    const kvpi_words hgfe = _mm_shuffle_epi32(kvpi_sha_load(state + 16), 0x1b);
+    s[0] = _mm_alignr_epi8(badc, hgfe, 8), s[1] = _mm_blend_epi16(hgfe, badc, 0xf0);
+}
+
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
+{
+    const kvpi_words abef = _mm_shuffle_epi32(s[0], 0x1b), ghcd = _mm_shuffle_epi32(s[1], 0xb1);
+    _mm_storeu_si128((__m128i *)(void *)state, kvpi_sha_swap(_mm_blend_epi16(abef, ghcd, 0xf0)));
+    _mm_storeu_si128((__m128i *)(void *)(state + 16), kvpi_sha_swap(_mm_alignr_epi8(ghcd, abef, 8)));
+}
+#elif defined(KVPRIM_ARM_SHA)
+#ifdef __clang__
+#define KVPRIM_SHA __attribute__((target("sha2")))
+#else
+#define KVPRIM_SHA __attribute__((target("+sha2")))
+#endif
+#define KVPRIM_SUM vaddq_u32
+typedef uint32x4_t kvpi_words;
+
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, int i, const int j)
+{
+    const kvpi_words t = vaddq_u32(w[j], vld1q_u32(kvpi_sha_k + i)), before = s[0];
+    s[0] = vsha256hq_u32(s[0], s[1], t), s[1] = vsha256h2q_u32(s[1], before, t);
+    w[j] = vsha256su1q_u32(vsha256su0q_u32(w[j], w[(j + 1) % 4]), w[(j + 2) % 4], w[(j + 3) % 4]);
+}
+
+KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_load(const uint8_t *p)
+{
+    return vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(p)));
+}
+
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_begin(kvpi_words *s, const uint8_t *state)
+{
+    s[0] = kvpi_sha_load(state), s[1] = kvpi_sha_load(state + 16);
+}
+
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
+{
+    vst1q_u8(state, vrev32q_u8(vreinterpretq_u8_u32(s[0])));
+    vst1q_u8(state + 16, vrev32q_u8(vreinterpretq_u8_u32(s[1])));
+}
+#endif
+
+#ifdef KVPRIM_SHA
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_read(kvpi_words *w, const uint8_t *p)
+{
+    w[0] = kvpi_sha_load(p), w[1] = kvpi_sha_load(p + 16), w[2] = kvpi_sha_load(p + 32), w[3] = kvpi_sha_load(p + 48);
+}
+
+/* A chain waits for the result of each round: two of them keep the units busy. */
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data,
+                                             size_t pieces, const int lanes)
+{
+    kvpi_words s[2], t[2], v[4], w[4];
+    kvpi_sha_begin(s, from[0]);
+    kvpi_sha_begin(t, from[lanes - 1]);
+    for (size_t p = 0; p < 64 * pieces; p += 64) {
+        const kvpi_words s0 = s[0], s1 = s[1], t0 = t[0], t1 = t[1];
+        kvpi_sha_read(v, data[0] + p);
+        kvpi_sha_read(w, data[lanes - 1] + p);
+        for (int i = 0; i < 64; i += 16) {
+#define KVPRIM_SHA_BOTH(j)                                                                                             \
+    kvpi_sha_rounds(s, v, i + 4 * (j), j);                                                                             \
+    if (lanes == 2)                                                                                                    \
+    kvpi_sha_rounds(t, w, i + 4 * (j), j)
+            KVPRIM_SHA_BOTH(0);
+            KVPRIM_SHA_BOTH(1);
+            KVPRIM_SHA_BOTH(2);
+            KVPRIM_SHA_BOTH(3);
+#undef KVPRIM_SHA_BOTH
+        }
+        s[0] = KVPRIM_SUM(s[0], s0), s[1] = KVPRIM_SUM(s[1], s1);
+        t[0] = KVPRIM_SUM(t[0], t0), t[1] = KVPRIM_SUM(t[1], t1);
+    }
+    kvpi_sha_end(s, to[0]);
+    if (lanes == 2)
+        kvpi_sha_end(t, to[1]);
+}
+
+KVPRIM_SHA static void kvpi_sha_fast(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data,
+                                     size_t pieces, int lanes)
+{
+    if (lanes == 2)
+        kvpi_sha_lanes(from, to, data, pieces, 2);
+    else
+        kvpi_sha_lanes(from, to, data, pieces, 1);
+}
+#endif
+
+static kvpi_sha_fn *kvpi_sha_pick(void)
+{
+#if defined(KVPRIM_X86)
+    uint32_t r[4];
+    kvpi_cpuid(0, r);
+    if (r[0] >= 7) {
+        kvpi_cpuid(7, r);
+        const uint32_t sha = r[1] >> 29 & 1;
+        kvpi_cpuid(1, r);
+        if (sha & r[2] >> 9 & r[2] >> 19) /* SSSE3, SSE4.1 */
+            return kvpi_sha_fast;
+    }
+    return kvpi_sha_portable;
+#elif defined(__ARM_FEATURE_SHA2) && defined(KVPRIM_ARM_SHA)
+    return kvpi_sha_fast;
+#elif defined(KVPRIM_ARM_SHA)
+    return getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : kvpi_sha_portable; /* HWCAP_SHA2 */
+#else
+    return kvpi_sha_portable;
+#endif
+}
+
+/* A virtual machine takes many microseconds for cpuid. Threads that race here all store the same pointer. */
+static kvpi_sha_fn *kvpi_sha_picked(void)
+{
+#ifdef KVPRIM_SHA
+    static kvpi_sha_fn *picked;
+    kvpi_sha_fn *sha = __atomic_load_n(&picked, __ATOMIC_RELAXED);
+    if (!sha)
+        __atomic_store_n(&picked, sha = kvpi_sha_pick(), __ATOMIC_RELAXED);
+    return sha;
+#else
+    return kvpi_sha_pick();
+#endif
+}
+
+static const uint8_t kvpi_sha_start[33] = "\x6a\x09\xe6\x67\xbb\x67\xae\x85\x3c\x6e\xf3\x72\xa5\x4f\xf5\x3a"
+                                          "\x51\x0e\x52\x7f\x9b\x05\x68\x8c\x1f\x83\xd9\xab\x5b\xe0\xcd\x19";
+
+/* Ends a message of which `data` holds the last `bytes` bytes, with room for 72 more. Returns its pieces of 64. */
+KVPRIM_INLINE size_t kvpi_sha_pad(uint8_t *data, size_t bytes, uint64_t all)
+{
+    const size_t pieces = (bytes + 8) / 64 + 1;
+    memset(data + bytes, 0, 72);
+    data[bytes] = 0x80;
+    kvpi_put_be(data + 64 * pieces - 8, 8 * all);
+    return pieces;
+}
+
+KVPRIM_API void kvprim_sha256(const void *data, size_t bytes, void *digest)
+{
+    uint8_t end[136], *const to = (uint8_t *)digest;
+    const uint8_t *from = kvpi_sha_start, *at = (const uint8_t *)data;
+    if (bytes >= 64)
+        kvpi_sha_picked()(&from, &to, &at, bytes / 64, 1);
+    if (bytes % 64)
+        memcpy(end, at + bytes / 64 * 64, bytes % 64);
+    from = bytes >= 64 ? to : from, at = end;
+    kvpi_sha_picked()(&from, &to, &at, kvpi_sha_pad(end, bytes % 64, bytes), 1);
+}
+
+/* >>impl_keys ------------------------------------------------------------------------------------------------------ */
+
+#if defined(XXH_VERSION_NUMBER) && !defined(XXH_NO_XXH3)
+#if XXH_VERSION_NUMBER >= 800
+#define KVPRIM_XXH3
+#endif
+#endif
+
+enum { kvpi_by_sha, kvpi_by_xxh3, kvpi_pickle, kvpi_cbor, kvpi_raw };
+typedef struct kvpi_key_rule {
+    int hash, form, bytes, extra; /* bytes of a key; extra for a block: 0, 1, or 2: any number */
+    int64_t least, most;          /* tokens */
+} kvpi_key_rule;
+
+/* NULL for an unknown rule. */
+static const kvpi_key_rule *kvpi_rule_of(kvprim_key_rule rule)
+{
+    static const kvpi_key_rule rules[] = {{kvpi_by_sha, kvpi_pickle, 32, 1, INT64_MIN, INT64_MAX},
+                                          {kvpi_by_sha, kvpi_cbor, 32, 1, INT64_MIN, INT64_MAX},
+                                          {kvpi_by_xxh3, kvpi_pickle, 16, 1, INT64_MIN, INT64_MAX},
+                                          {kvpi_by_xxh3, kvpi_cbor, 16, 1, INT64_MIN, INT64_MAX},
+                                          {kvpi_by_sha, kvpi_raw, 32, 0, 0, INT64_MAX},
+                                          {kvpi_by_sha, kvpi_raw, 32, 2, 0, INT32_MAX},
+                                          {kvpi_by_sha, kvpi_cbor, 8, 0, INT64_MIN, INT64_MAX},
+                                          {kvpi_by_xxh3, kvpi_raw, 8, 1, 0, UINT32_MAX},
+                                          {kvpi_by_xxh3, kvpi_raw, 16, 0, INT32_MIN, INT32_MAX}};
+    return rule >= KVPRIM_KEY_VLLM_SHA256 && rule <= KVPRIM_KEY_XXH3 ? &rules[rule - 1] : NULL;
+}
+
+/* A request under way, and the message of one of its blocks. */
+typedef struct kvpi_chain {
+    const kvprim_keys_desc *d;
+    const kvpi_key_rule *rule;
+    const kvprim_key_extra *extra, *extra_end; /* of this block and those after it */
+    const uint8_t *parent, *at, *from;         /* at: what SHA-256 reads next, and how many pieces of 64 bytes */
+    size_t parent_bytes, pieces, ready[2];
+    int64_t block, written, blocks;
+    uint8_t *key, *hole[2], *to; /* of this block */
+    size_t half;
+    uint8_t first[32], state[32], data[KVPRIM_MAX_KEY_BLOCK + 256];
+} kvpi_chain;
+
+static int64_t kvpi_blocks_of(const kvprim_keys_desc *d)
+{
+    return (d->count - (d->bigrams != 0)) / d->block_tokens;
+}
+
+/* These write a token, and some bytes more, and return where it ends. There is no branch for what is hard to foresee,
+   whether a token has 2 bytes or 4. */
+KVPRIM_INLINE uint8_t *kvpi_put_pickled(uint8_t *p, int64_t v)
+{
+    const uint64_t four = v > 0xffff;
+    int bytes = 5;
+    if (KVPRIM_LIKELY((uint64_t)v - 256 <= INT32_MAX - 256)) {
+        kvpi_put_le(p, (uint64_t)v << 8 | ('M' - 3 * four)); /* BININT2 'M', BININT 'J' */
+        return p + 3 + 2 * four;
+    }
+    if (v == (int32_t)v) { /* BININT1 'K' */
+        kvpi_put_le(p, (uint64_t)(uint32_t)v << 8 | (v < 0 ? 'J' : 'K'));
+        return p + (v < 0 ? 5 : 2);
+    }
+    while (bytes < 8 && v >> (8 * bytes - 1) != 0 && v >> (8 * bytes - 1) != -1)
+        bytes++;
+    *p = 0x8a, p[1] = (uint8_t)bytes; /* LONG1 */
+    kvpi_put_le(p + 2, (uint64_t)v);
+    return p + 2 + bytes;
+}
+
+/* type: the upper three bits. */
+KVPRIM_INLINE uint8_t *kvpi_put_cbor(uint8_t *p, uint64_t type, uint64_t u)
+{
+    const uint64_t four = u > 0xffff;
+    if (KVPRIM_LIKELY(u - 256 <= UINT32_MAX - 256)) {
+        kvpi_put_be(p, (type << 5 | (25 + four)) << 56 | u << (40 - 16 * four));
+        return p + 3 + 2 * four;
+    }
+    *p = (uint8_t)(type << 5 | (u < 24 ? u : u < 256 ? 24 : 27));
+    kvpi_put_be(p + 1, u < 256 ? u << 56 : u);
+    return p + (u < 24 ? 1 : u < 256 ? 2 : 9);
+}
+
+KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t n,
+                                       const int form)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t v = narrow ? narrow[i] : wide[i];
+        p = form == kvpi_pickle ? kvpi_put_pickled(p, v)
+            : v >= 0            ? kvpi_put_cbor(p, 0, (uint64_t)v)
+                                : kvpi_put_cbor(p, 1, (uint64_t)~v);
+    }
+    return p;
+}
+
+KVPRIM_INLINE uint8_t *kvpi_put(uint8_t *p, const void *data, size_t bytes)
+{
+    if (bytes == 32)
+        memcpy(p, data, 32); /* a few instructions */
+    else if (bytes)
+        memcpy(p, data, bytes);
+    return p + bytes;
+}
+
+/* Tokens of 4 bytes; SGLang's of 8, after a byte, where one needs them. */
+static uint8_t *kvpi_put_raw(uint8_t *p, const kvprim_keys_desc *d, int64_t first, int64_t n)
+{
+    const int sglang = d->rule == KVPRIM_KEY_SGLANG, pairs = sglang && d->bigrams;
+    const uint16_t one = 1;
+    uint64_t any = 0;
+    if (d->token_type == KVPRIM_I32 && !pairs && *(const uint8_t *)&one)
+        return kvpi_put(p, (const int32_t *)d->tokens + first, 4 * (size_t)n);
+    for (int64_t i = 0; sglang && i < n + pairs; i++)
+        any |= (uint64_t)kvpi_element(d->tokens, d->token_type, first + i);
+    *p = 0xff;
+    p += any >> 32 != 0;
+    for (int64_t i = 0; i < n << pairs; i++, p += any >> 32 ? 8 : 4)
+        kvpi_put_le(p, (uint64_t)kvpi_element(d->tokens, d->token_type, first + (pairs ? (i + 1) / 2 : i)));
+    return p;
+}
+
+/* Writes what is hashed for this block, and returns its bytes. */
+static size_t kvpi_key_message(kvpi_chain *c)
+{
+    const kvprim_keys_desc *const d = c->d;
+    const kvprim_key_extra *const extra = c->extra < c->extra_end && c->extra->block == c->written ? c->extra : NULL;
+    const int64_t n = d->block_tokens, first = c->written * n;
+    const int32_t *const narrow = d->token_type == KVPRIM_I32 ? (const int32_t *)d->tokens + first : NULL;
+    const int64_t *const wide = narrow ? NULL : (const int64_t *)d->tokens + first;
+    const int number = c->rule->bytes == 8, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
+    uint8_t *const start = c->data + (size_t)(c->written & 1) * c->half, *p = start;
+    uint8_t **const hole = &c->hole[c->written & 1];
+    if (c->rule->form == kvpi_pickle) {
+        p = kvpi_put(p, "\x80\x05\x95\0\0\0\0\0\0\0\0C", 12); /* protocol 5, a frame of 8 bytes' length, bytes */
+        *p++ = (uint8_t)c->parent_bytes;
+        p = kvpi_put(*hole = p, c->parent, c->parent_bytes);
+        p = kvpi_put(p, "\x94(", 1 + (n > 3)); /* MEMOIZE; MARK, or up to three tokens have a TUPLE of their own */
+        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_pickle) : kvpi_put_tokens(p, NULL, wide, n, kvpi_pickle);
+        *p++ = (uint8_t)(n > 3 ? 't' : 0x84 + n);
+        *p++ = 0x94;
+        p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : kvpi_put(p, "N", 1);
+        p = kvpi_put(p, "\x87\x94.", 3); /* TUPLE3 */
+        kvpi_put_le(start + 3, (uint64_t)(p - start - 11));
+    } else if (c->rule->form == kvpi_cbor) {
+        *p++ = 0x83; /* an array of three */
+        p = kvpi_put_cbor(p, number ? 0 : 2, number ? kvpi_get_be(c->parent) : c->parent_bytes);
+        p = kvpi_put_cbor(kvpi_put(*hole = p, c->parent, number ? 0 : c->parent_bytes), 4, (uint64_t)n);
+        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_cbor) : kvpi_put_tokens(p, NULL, wide, n, kvpi_cbor);
+        p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes)
+                  : kvpi_put(p, number ? "\x80" : "\xf6", 1); /* None */
+    } else {
+        int64_t at = 0;
+        p = kvpi_put(*hole = p, c->parent, dynamo ? 0 : c->parent_bytes);
+        for (; !dynamo && c->extra < c->extra_end && c->extra->block == c->written; at = c->extra++->token + 1)
+            p = kvpi_put(kvpi_put_raw(p, d, first + at, c->extra->token - at), c->extra->data, 32);
+        p = kvpi_put_raw(p, d, first + at, n - at + (dynamo && d->bigrams));
+        p = dynamo && extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : p;
+    }
+    c->extra += extra && c->extra == extra;
+    c->written++;
+    return (size_t)(p - start);
+}
+
+/* A block's key is the parent of the next one. */
+KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c, const uint8_t *digest)
+{
+    c->parent = c->key, c->parent_bytes = (size_t)c->rule->bytes;
+    c->key = kvpi_put(c->key, digest, c->parent_bytes);
+    c->block++;
+}
+
+static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
+{
+    static const char seed[] = "\x80\x05\x95\x12\0\0\0\0\0\0\0\x8c\x0evllm-none-hash\x94."; /* pickled; in CBOR: */
+    memset(c, 0, offsetof(kvpi_chain, data));
+    c->d = d, c->rule = kvpi_rule_of(d->rule), c->blocks = kvpi_blocks_of(d), c->key = (uint8_t *)d->keys;
+    c->extra = d->extra, c->extra_end = d->extra_count ? d->extra + d->extra_count : d->extra;
+    c->parent_bytes = (size_t)(d->parent && d->parent_bytes ? d->parent_bytes : c->rule->bytes);
+    c->half = c->rule->hash != kvpi_by_sha || c->rule->bytes == 8 || d->block_tokens > 1000 ? 0 : sizeof c->data / 2;
+    c->parent = d->parent ? (const uint8_t *)d->parent : c->first;
+    if (!d->parent && d->rule == KVPRIM_KEY_SGLANG)
+        c->parent_bytes = 0;
+    else if (!d->parent && d->rule == KVPRIM_KEY_TRTLLM)
+        kvprim_sha256("", 1, c->first);
+    else if (!d->parent && c->rule->form == kvpi_pickle)
+        kvprim_sha256(seed, sizeof seed - 1, c->first);
+    else if (!d->parent && d->rule == KVPRIM_KEY_VLLM_SHA256_CBOR)
+        kvprim_sha256("\x6evllm-none-hash", 15, c->first);
+}
+
+static void kvpi_keys_xxh3(kvpi_chain *c)
+{
+#ifdef KVPRIM_XXH3
+    while (c->block < c->blocks) {
+        const size_t bytes = kvpi_key_message(c);
+        XXH128_canonical_t key;
+        if (c->rule->bytes == 16) {
+            XXH128_canonicalFromHash(&key, XXH3_128bits(c->data, bytes));
+        } else {
+            uint64_t own = XXH3_64bits_withSeed(c->data, bytes, c->d->seed ? c->d->seed : 1337);
+            kvpi_put_le(kvpi_put(c->data, c->parent, 8), own);
+            if (c->parent != c->first)
+                own = XXH3_64bits_withSeed(c->data, 16, 1337);
+            kvpi_put_le(key.digest, own);
+        }
+        kvpi_end_block(c, key.digest);
+    }
+#else
+    (void)c;
+#endif
+}
+
+/* Writes a message. Its parent is not known yet if the block before is hashed meanwhile. */
+static void kvpi_sha_write(kvpi_chain *c)
+{
+    const int side = c->written & 1;
+    uint8_t *const start = c->data + (size_t)side * c->half;
+    const size_t bytes = kvpi_key_message(c);
+    c->ready[side] = kvpi_sha_pad(start, bytes, bytes);
+}
+
+/* Ends a block that has been read, and begins the next one, of the next request if need be. 0 when all are done. */
+static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvprim_keys_desc *end)
+{
+    if (c->pieces) {
+        c->from = c->to;
+        return 1;
+    }
+    if (c->block < c->blocks)
+        kvpi_end_block(c, c->to);
+    while (c->block >= c->blocks) {
+        if (*next == end)
+            return 0;
+        const kvprim_keys_desc *const d = (*next)++;
+        if (d->count > 0 && kvpi_rule_of(d->rule)->hash == kvpi_by_sha)
+            kvpi_begin_chain(c, d);
+    }
+    if (c->written == c->block)
+        kvpi_sha_write(c);
+    c->at = c->data + (size_t)(c->block & 1) * c->half, c->pieces = c->ready[c->block & 1];
+    c->from = kvpi_sha_start, c->to = c->state;
+    c->parent_bytes = (size_t)c->rule->bytes;
+    if (c->half && c->written < c->blocks) {
+        kvpi_sha_write(c);
+        c->to = c->hole[c->written - 1 & 1];
+    }
+    return 1;
+}
+
+static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
+{
+    kvpi_sha_fn *const sha = kvpi_sha_picked();
+    const kvprim_keys_desc *next = requests, *const end = requests + n;
+    kvpi_chain c[2], *live[2];
+    c[0].block = c[1].block = c[0].blocks = c[1].blocks = 0, c[0].pieces = c[1].pieces = 0;
+    for (int lanes = 2; lanes > 0;) {
+        const uint8_t *from[2], *at[2];
+        uint8_t *to[2];
+        lanes = 0;
+        for (int l = 0; l < 2; l++)
+            if (kvpi_sha_next(&c[l], &next, end))
+                live[lanes] = &c[l], from[lanes] = c[l].from, to[lanes] = c[l].to, at[lanes++] = c[l].at;
+        const size_t pieces = lanes ? kvpi_min(live[0]->pieces, live[lanes - 1]->pieces) : 0;
+        if (lanes)
+            sha(from, to, at, pieces, lanes);
+        for (int l = 0; l < lanes; l++)
+            live[l]->pieces -= pieces, live[l]->at += 64 * pieces;
+    }
+    for (next = requests; next < end; next++)
+        if (next->count > 0 && kvpi_rule_of(next->rule)->hash == kvpi_by_xxh3) {
+            kvpi_begin_chain(c, next);
+            kvpi_keys_xxh3(c);
+        }
+}
+
+/* Fails if a field has no such value. */
+#define KVPRIM_REFUSE(condition, status, field, why)                                                                   \
+    if (condition)                                                                                                     \
+    return kvprim_fail(status, "%s: " #field " is %lld, " why, function, (long long)d->field)
+
+/* Of the blocks' n tokens, the first that the rule cannot hold. */
+static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_desc *d, int64_t n)
+{
+    const kvpi_key_rule *const rule = kvpi_rule_of(d->rule);
+    const int narrow = d->token_type == KVPRIM_I32;
+    const uint64_t signs = 0x8000000080000000u;
+    int64_t i = 0;
+    if (rule->least <= (narrow ? INT32_MIN : INT64_MIN))
+        return KVPRIM_OK;
+    for (const int32_t *t = (const int32_t *)d->tokens; narrow && i + 4 <= n; i += 4) /* fast: most calls have none */
+        if ((kvpi_load_u64(t + i) | kvpi_load_u64(t + i + 2)) & signs)
+            break;
+    for (; i < n; i++) {
+        const int64_t v = kvpi_element(d->tokens, d->token_type, i);
+        if (v < rule->least || v > rule->most)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: tokens[%lld] is %lld, less than %lld or more than %lld",
+                               function, (long long)i, (long long)v, (long long)rule->least, (long long)rule->most);
+    }
+    return KVPRIM_OK;
+}
+
+/* room: bytes for a block's extra. */
+static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_desc *d, int64_t blocks, int64_t room)
+{
+    const int kind = kvpi_rule_of(d->rule)->extra;
+    int64_t sum = 0;
+    for (int64_t k = 0; k < d->extra_count; k++) {
+        const kvprim_key_extra x = d->extra[k], last = k ? d->extra[k - 1] : x;
+        const int same = k && x.block == last.block;
+        sum = x.bytes + (same ? sum : 0);
+        if (!x.data)
+            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: extra[%lld].data is NULL", function, (long long)k);
+        if (x.block < (k ? last.block : 0) || x.block >= blocks || x.token < (same ? last.token + 1 : 0) ||
+            x.token >= (kind == 2 ? d->block_tokens : 1))
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: extra[%lld] has block %lld and token %lld, %s", function,
+                               (long long)k, (long long)x.block, (long long)x.token, "out of range or not ascending");
+        if (x.bytes < 1 || x.bytes > room || sum > room || (kind == 2 && x.bytes != 32))
+            return kvprim_fail(KVPRIM_ERROR_SIZE,
+                               "%s: extra[%lld].bytes is %lld, less than 1 or more than fits: %lld%s", function,
+                               (long long)k, (long long)x.bytes, (long long)room, kind == 2 ? ", or not 32" : "");
+    }
+    return KVPRIM_OK;
+}
+
+static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_desc *d)
+{
+    const kvpi_key_rule *const rule = kvpi_rule_of(d->rule);
+    KVPRIM_REFUSE(d->count < 0, KVPRIM_ERROR_SIZE, count, "less than 0");
+    if (d->count == 0)
+        return KVPRIM_OK;
+    KVPRIM_REFUSE(!rule, KVPRIM_ERROR_ARGUMENT, rule, "no kvprim_key_rule");
+#ifndef KVPRIM_XXH3
+    KVPRIM_REFUSE(rule->hash == kvpi_by_xxh3, KVPRIM_ERROR_UNSUPPORTED, rule,
+                  "which needs xxhash.h (0.8 or newer) before kvprim.h in the implementing unit");
+#endif
+    const int wide = d->token_type == KVPRIM_I64, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
+    const int vllm = d->rule <= KVPRIM_KEY_VLLM_XXHASH_CBOR, xxhash = vllm && rule->bytes == 16;
+    KVPRIM_REFUSE(!wide && d->token_type != KVPRIM_I32, KVPRIM_ERROR_ARGUMENT, token_type,
+                  "neither KVPRIM_I32 nor KVPRIM_I64");
+    KVPRIM_REFUSE(d->bigrams != 0 && (d->bigrams != 1 || (!dynamo && d->rule != KVPRIM_KEY_SGLANG)),
+                  KVPRIM_ERROR_ARGUMENT, bigrams, "neither 0 nor, for SGLANG and DYNAMO, 1");
+    KVPRIM_REFUSE(d->seed != 0 && !dynamo, KVPRIM_ERROR_ARGUMENT, seed, "but the rule has none");
+    KVPRIM_REFUSE(d->reserved != 0, KVPRIM_ERROR_ARGUMENT, reserved, "not 0: zero-initialise the structure");
+    KVPRIM_REFUSE(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
+                      (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
+                  KVPRIM_ERROR_ARGUMENT, parent_bytes, "not as the rule's keys");
+    const int64_t each = (wide ? 10 : 5) << d->bigrams;
+    KVPRIM_REFUSE(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, KVPRIM_ERROR_SIZE, block_tokens,
+                  "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
+    const int64_t blocks = kvpi_blocks_of(d), n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
+    KVPRIM_REFUSE(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), KVPRIM_ERROR_ARGUMENT, extra_count,
+                  "less than 0, or more than the rule takes");
+    KVPRIM_REFUSE(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, KVPRIM_ERROR_SIZE, keys_bytes,
+                  "less than the keys of all blocks");
+    if (blocks == 0)
+        return KVPRIM_OK;
+    const char *const null = !d->tokens                        ? "tokens"
+                             : !d->keys                        ? "keys"
+                             : !d->parent && xxhash            ? "parent"
+                             : !d->extra && d->extra_count > 0 ? "extra"
+                                                               : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    const size_t size = wide ? 8 : 4;
+    kvpi_uses u;
+    u.count = 0;
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "keys", d->keys, (uint64_t)(blocks * rule->bytes), 1);
+    (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, (uint64_t)n * size, kvpi_index_align(d->token_type));
+    (void)kvpi_add_use(&u, kvpi_array, 0, "parent", d->parent,
+                       (uint64_t)(d->parent_bytes ? d->parent_bytes : rule->bytes), 1);
+    (void)kvpi_add_use(&u, kvpi_array, 0, "extra", d->extra, (uint64_t)d->extra_count * sizeof *d->extra, 8);
+    KVPRIM_TRY(kvpi_check_uses(function, &u, 0));
+    KVPRIM_TRY(kvpi_check_extra(function, d, blocks, KVPRIM_MAX_KEY_BLOCK - d->block_tokens * each));
+    return kvpi_check_tokens(function, d, n);
+}
+
+KVPRIM_API kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n)
+{
+    KVPRIM_RANGE("kvprim_keys");
+    if (!requests && n)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_keys: requests is NULL");
+    for (size_t i = 0; i < n; i++) {
+        const kvprim_status status = kvpi_check_keys("kvprim_keys", &requests[i]);
+        if (status != KVPRIM_OK)
+            return kvprim_fail(status, "%s (requests[%llu])", kvprim_last_error(), (unsigned long long)i);
+    }
+    kvpi_run_keys(requests, n);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API int64_t kvprim_key_bytes(kvprim_key_rule rule)
+{
+    return kvpi_rule_of(rule) ? kvpi_rule_of(rule)->bytes : 0;
+}
+
+KVPRIM_API uint64_t kvprim_key_event(kvprim_key_rule rule, const void *key)
+{
+    const uint8_t *const p = (const uint8_t *)key;
+    const int64_t bytes = kvprim_key_bytes(rule), last = rule <= KVPRIM_KEY_VLLM_XXHASH_CBOR ? bytes - 8 : 0;
+    uint64_t number = bytes ? kvpi_get_be(p + last) : 0;
+    if (rule == KVPRIM_KEY_DYNAMO)
+        kvpi_put_le((uint8_t *)&number, kvpi_load_u64(p));
+    return number;
+}
+
+/* >>impl_key_table -- open addressing, linear probing. A slot is a value, -1 if it is empty, and a key */
+
+static size_t kvpi_slot_bytes(int64_t key_bytes)
+{
+    return key_bytes >= 8 && key_bytes <= 64 && key_bytes % 8 == 0 ? 8 + (size_t)key_bytes : 0;
+}
+
+static int64_t *kvpi_slot(const kvprim_key_table *t, uint64_t slot)
+{
+    return (int64_t *)t->memory + slot * (uint64_t)(1 + t->key_bytes / 8);
+}
+
+/* Where a key is first looked for: keys are hashes, but their low bits may also choose the caller's shard. */
+static uint64_t kvpi_home(const kvprim_key_table *t, const void *key)
+{
+    return (kvpi_load_u64(key) * 0x9e3779b97f4a7c15u >> 32) * t->slots >> 32;
+}
+
+/* The slot of a key, or the empty one that ends its search. */
+static uint64_t kvpi_find_slot_of(const kvprim_key_table *t, const void *key)
+{
+    for (uint64_t at = kvpi_home(t, key);; at = at + 1 == t->slots ? 0 : at + 1) {
+        const int64_t *const slot = kvpi_slot(t, at);
+        uint64_t differ = 0;
+        for (int64_t k = 0; k < t->key_bytes; k += 8)
+            differ |= kvpi_load_u64((const char *)key + k) ^ kvpi_load_u64((const char *)(slot + 1) + k);
+        if (*slot < 0 || !differ)
+            return at;
+    }
+}
+
+KVPRIM_API size_t kvprim_key_table_bytes(int64_t keys, int64_t key_bytes)
+{
+    const uint64_t slots = keys > 0 ? (uint64_t)keys + (uint64_t)keys / 3 + 2 : 0; /* three quarters full */
+    return slots <= UINT32_MAX && slots <= SIZE_MAX / 72 ? (size_t)slots * kvpi_slot_bytes(key_bytes) : 0;
+}
+
+KVPRIM_API kvprim_status kvprim_key_table_init(kvprim_key_table *table, void *memory, size_t bytes, int64_t key_bytes)
+{
+    const size_t slot = kvpi_slot_bytes(key_bytes);
+    if (!table || !memory)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_key_table_init: %s is NULL", table ? "memory" : "table");
+    if (!slot || bytes / slot < 2)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_init: %s is %lld, %s", slot ? "bytes" : "key_bytes",
+                           slot ? (long long)bytes : (long long)key_bytes,
+                           slot ? "less than two slots" : "not a multiple of 8 up to 64");
+    if ((uintptr_t)memory % 8)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_key_table_init: memory (%p) is not aligned to 8 bytes",
+                           memory);
+    memset(table, 0, sizeof *table);
+    table->memory = memory, table->key_bytes = key_bytes;
+    table->slots = bytes / slot < UINT32_MAX ? bytes / slot : UINT32_MAX;
+    memset(memory, 0xff, (size_t)table->slots * slot);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_key_table_put(kvprim_key_table *table, const void *key, int64_t value)
+{
+    if (!table || !key)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_key_table_put: %s is NULL", table ? "key" : "table");
+    if (value < 0)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_put: value is %lld, less than 0", (long long)value);
+    int64_t *const slot = kvpi_slot(table, kvpi_find_slot_of(table, key));
+    if (*slot < 0) {
+        if ((uint64_t)table->count + 1 >= table->slots)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_put: the table is full: count is %lld",
+                               (long long)table->count);
+        memcpy(slot + 1, key, (size_t)table->key_bytes);
+        table->count++;
+    }
+    *slot = value;
+    return KVPRIM_OK;
+}
+
+KVPRIM_API int64_t kvprim_key_table_erase(kvprim_key_table *table, const void *key)
+{
+    const uint64_t slots = table->slots;
+    uint64_t hole = kvpi_find_slot_of(table, key), at = hole;
+    const int64_t value = *kvpi_slot(table, hole);
+    table->count -= value >= 0;
+    while (*kvpi_slot(table, at) >= 0) { /* later keys that would not be found past a hole move into it */
+        at = at + 1 == slots ? 0 : at + 1;
+        const int64_t *const slot = kvpi_slot(table, at);
+        const uint64_t home = *slot < 0 ? 0 : kvpi_home(table, slot + 1);
+        if (*slot >= 0 && (at - home + (at < home ? slots : 0)) >= (at - hole + (at < hole ? slots : 0))) {
+            memcpy(kvpi_slot(table, hole), slot, 8 + (size_t)table->key_bytes);
+            hole = at;
+        }
+    }
+    *kvpi_slot(table, hole) = -1;
+    return value;
+}
+
+KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const void *keys, size_t n, int64_t *values)
+{
+    enum { ahead = 16 }; /* keys whose slots are under way from memory */
+    const char *const key = (const char *)keys;
+    const size_t bytes = (size_t)table->key_bytes;
+    for (size_t i = 0; i < ahead && i < n; i++)
+        KVPRIM_PREFETCH(kvpi_slot(table, kvpi_home(table, key + i * bytes)));
+    for (size_t i = 0; i < n; i++) {
+        if (i + ahead < n)
+            KVPRIM_PREFETCH(kvpi_slot(table, kvpi_home(table, key + (i + ahead) * bytes)));
+        const int64_t value = *kvpi_slot(table, kvpi_find_slot_of(table, key + i * bytes));
+        if (value < 0)
+            return i;
+        if (values)
+            values[i] = value;
+    }
+    return n;
+}
+#endif /* KVPRIM_NO_KEYS */
+
 #ifdef __cplusplus
 }
 #endif
@@ -4357,6 +5268,10 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512
 #undef KVPRIM_LIKELY
+#undef KVPRIM_SHA
+#undef KVPRIM_SUM
+#undef KVPRIM_XXH3
+#undef KVPRIM_REFUSE
 #undef KVPRIM_COPY
 #undef KVPRIM_MOVE
 #undef KVPRIM_CONVERT
