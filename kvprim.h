@@ -4681,41 +4681,37 @@ KVPRIM_SHA static void kvpi_sha_fast(const uint8_t *const *from, uint8_t *const 
 }
 #endif
 
+#ifdef KVPRIM_SHA
 static kvpi_sha_fn *kvpi_sha_pick(void)
 {
 #if defined(KVPRIM_X86)
-    uint32_t r[4];
-    kvpi_cpuid(0, r);
-    if (r[0] >= 7) {
-        kvpi_cpuid(7, r);
-        const uint32_t sha = r[1] >> 29 & 1;
-        kvpi_cpuid(1, r);
-        if (sha & r[2] >> 9 & r[2] >> 19) /* SSSE3, SSE4.1 */
-            return kvpi_sha_fast;
-    }
-    return kvpi_sha_portable;
-#elif defined(__ARM_FEATURE_SHA2) && defined(KVPRIM_ARM_SHA)
+    uint32_t r[4], most, sha = 0;
+    kvpi_cpuid(0, r), most = r[0];
+    if (most >= 7)
+        kvpi_cpuid(7, r), sha = r[1] >> 29 & 1;
+    kvpi_cpuid(1, r);
+    return sha & r[2] >> 9 & r[2] >> 19 ? kvpi_sha_fast : kvpi_sha_portable; /* SSSE3, SSE4.1 */
+#elif defined(__ARM_FEATURE_SHA2)
     return kvpi_sha_fast;
-#elif defined(KVPRIM_ARM_SHA)
-    return getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : kvpi_sha_portable; /* HWCAP_SHA2 */
 #else
-    return kvpi_sha_portable;
+    return getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : kvpi_sha_portable; /* HWCAP_SHA2 */
 #endif
 }
 
-/* A virtual machine takes many microseconds for cpuid. Threads that race here all store the same pointer. */
+static kvpi_sha_fn *kvpi_sha; /* once it is picked: a virtual machine takes many microseconds for cpuid */
+
+static kvpi_sha_fn *kvpi_sha_picked(void) /* threads that race here all store the same pointer */
+{
+    if (!__atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED))
+        __atomic_store_n(&kvpi_sha, kvpi_sha_pick(), __ATOMIC_RELAXED);
+    return __atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED);
+}
+#else
 static kvpi_sha_fn *kvpi_sha_picked(void)
 {
-#ifdef KVPRIM_SHA
-    static kvpi_sha_fn *picked;
-    kvpi_sha_fn *sha = __atomic_load_n(&picked, __ATOMIC_RELAXED);
-    if (!sha)
-        __atomic_store_n(&picked, sha = kvpi_sha_pick(), __ATOMIC_RELAXED);
-    return sha;
-#else
-    return kvpi_sha_pick();
-#endif
+    return kvpi_sha_portable;
 }
+#endif
 
 static const uint8_t kvpi_sha_start[33] = "\x6a\x09\xe6\x67\xbb\x67\xae\x85\x3c\x6e\xf3\x72\xa5\x4f\xf5\x3a"
                                           "\x51\x0e\x52\x7f\x9b\x05\x68\x8c\x1f\x83\xd9\xab\x5b\xe0\xcd\x19";
@@ -4776,11 +4772,14 @@ typedef struct kvpi_chain {
     const kvprim_keys_desc *d;
     const kvpi_key_rule *rule;
     const kvprim_key_extra *extra, *extra_end; /* of this block and those after it */
-    const uint8_t *parent, *at, *from;         /* at: what SHA-256 reads next, and how many pieces of 64 bytes */
-    size_t parent_bytes, pieces, ready[2];
-    int64_t block, written, blocks;
-    uint8_t *key, *hole[2], *to; /* of this block */
-    size_t half;
+    const uint8_t *parent;
+    size_t parent_bytes;
+    int64_t blocks, block, written; /* the block that is hashed; messages so far */
+    uint8_t *key;                   /* of this block */
+    const uint8_t *from, *at;       /* the state and what SHA-256 reads next, `pieces` of 64 bytes */
+    uint8_t *to;
+    size_t pieces, ready[2], half; /* messages alternate between the halves of `data`, if they fit, ... */
+    uint8_t *hole[2];              /* ... and are written before their parent is known, which goes here */
     uint8_t first[32], state[32], data[KVPRIM_MAX_KEY_BLOCK + 256];
 } kvpi_chain;
 
@@ -4918,7 +4917,7 @@ static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
     c->d = d, c->rule = kvpi_rule_of(d->rule), c->blocks = kvpi_blocks_of(d), c->key = (uint8_t *)d->keys;
     c->extra = d->extra, c->extra_end = d->extra_count ? d->extra + d->extra_count : d->extra;
     c->parent_bytes = (size_t)(d->parent && d->parent_bytes ? d->parent_bytes : c->rule->bytes);
-    c->half = c->rule->hash != kvpi_by_sha || c->rule->bytes == 8 || d->block_tokens > 1000 ? 0 : sizeof c->data / 2;
+    c->half = c->rule->bytes == 32 && !d->extra_count && d->block_tokens <= 600 ? sizeof c->data / 2 : 0;
     c->parent = d->parent ? (const uint8_t *)d->parent : c->first;
     if (!d->parent && d->rule == KVPRIM_KEY_SGLANG)
         c->parent_bytes = 0;
@@ -4933,19 +4932,20 @@ static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
 static void kvpi_keys_xxh3(kvpi_chain *c)
 {
 #ifdef KVPRIM_XXH3
+    uint8_t digest[32] = {0};
     while (c->block < c->blocks) {
         const size_t bytes = kvpi_key_message(c);
-        XXH128_canonical_t key;
         if (c->rule->bytes == 16) {
-            XXH128_canonicalFromHash(&key, XXH3_128bits(c->data, bytes));
+            const XXH128_hash_t hash = XXH3_128bits(c->data, bytes);
+            kvpi_put_be(digest, hash.high64), kvpi_put_be(digest + 8, hash.low64);
         } else {
             uint64_t own = XXH3_64bits_withSeed(c->data, bytes, c->d->seed ? c->d->seed : 1337);
             kvpi_put_le(kvpi_put(c->data, c->parent, 8), own);
             if (c->parent != c->first)
                 own = XXH3_64bits_withSeed(c->data, 16, 1337);
-            kvpi_put_le(key.digest, own);
+            kvpi_put_le(digest, own);
         }
-        kvpi_end_block(c, key.digest);
+        kvpi_end_block(c, digest);
     }
 #else
     (void)c;
@@ -4981,10 +4981,10 @@ static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvp
         kvpi_sha_write(c);
     c->at = c->data + (size_t)(c->block & 1) * c->half, c->pieces = c->ready[c->block & 1];
     c->from = kvpi_sha_start, c->to = c->state;
-    c->parent_bytes = (size_t)c->rule->bytes;
-    if (c->half && c->written < c->blocks) {
+    if (c->half && c->written < c->blocks) { /* while this block is hashed; its key goes there, where a parent does */
+        c->parent = kvpi_sha_start, c->parent_bytes = (size_t)c->rule->bytes;
         kvpi_sha_write(c);
-        c->to = c->hole[c->written - 1 & 1];
+        c->to = c->hole[(c->block + 1) & 1];
     }
     return 1;
 }

@@ -7,6 +7,12 @@
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
 #endif
+#if defined(__has_include)
+#if __has_include(<xxhash.h>)
+#define XXH_INLINE_ALL
+#include <xxhash.h> /* keys of XXH3 */
+#endif
+#endif
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim.h"
 
@@ -64,6 +70,9 @@ static void test_version_and_sizes(void)
                  SIZE_OF(kvprim_move),
                  SIZE_OF(kvprim_format),
                  SIZE_OF(kvprim_preset),
+                 SIZE_OF(kvprim_key_extra),
+                 SIZE_OF(kvprim_keys_desc),
+                 SIZE_OF(kvprim_key_table),
                  {"kvprim", 0},
                  {"", 0}};
 #undef SIZE_OF
@@ -909,6 +918,7 @@ static void test_device_layers(void)
 }
 
 #include "test_convert.h"
+#include "test_keys.h"
 
 /* ---- what a table says its memory has ---- */
 
@@ -1570,6 +1580,13 @@ int main(int argc, char **argv)
     run("transfer: a side without rows", test_empty_side);
     run_slots();
     run_conversions();
+    run_keys();
+#if defined(KVPRIM_X86) || defined(KVPRIM_ARM_SHA)
+    kvpi_sha = kvpi_sha_portable; /* and as on a processor without such instructions */
+    run_keys();
+    kvpi_sha = NULL;
+#endif
+    run_key_table();
     run("unpack: over its descriptor", test_unpack_over_descriptor);
     run("unpack: inside one buffer", test_unpack_in_place);
     run("unpack_meta", test_metas);
