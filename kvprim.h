@@ -4897,7 +4897,8 @@ static size_t kvpi_key_message(kvpi_chain *c)
         p = kvpi_put_raw(p, d, first + at, n - at + (dynamo && d->bigrams));
         p = dynamo && extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : p;
     }
-    c->extra += extra && c->extra == extra;
+    if (extra && c->extra == extra)
+        c->extra++;
     c->written++;
     return (size_t)(p - start);
 }
