@@ -89,7 +89,7 @@ $(if $(and $(NCCL_INCLUDE),$(NCCL_LIBRARY)),,$(error NCCL_HOME=$(NCCL_HOME): no 
 endif
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
-EXAMPLES = build/01_rows build/02_kv_replay build/18_step
+EXAMPLES = build/01_rows build/02_kv_replay build/18_step build/20_keys
 
 help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
@@ -381,7 +381,7 @@ build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
 
-build/01_rows build/18_step: build/%: examples/%.c $(HEADERS) build/flags
+build/01_rows build/18_step build/20_keys: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags

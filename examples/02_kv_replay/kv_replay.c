@@ -32,13 +32,20 @@
 #if !defined(_DEFAULT_SOURCE)
 #define _DEFAULT_SOURCE /* clock_gettime, preadv, sysconf under -std=c11 */
 #endif
+#if defined(__has_include)
+#if __has_include(<xxhash.h>)
+#define XXH_INLINE_ALL
+#include <xxhash.h> /* for keys of XXH3 */
+#endif
+#endif
 #define KVPRIM_CORE_IMPLEMENTATION /* kvprim.h alone; nvcc compiles kvprim_cuda.cuh */
 #include "kvprim.h"
 #include "kv_device.h"
+#include <inttypes.h>
+#include "kv_keys.h"
 #include "kv_radix.h"
 #include "kv_tiers.h"
 #include "kv_trace.h"
-#include <inttypes.h>
 
 enum { EXIT_MISMATCH = 1 };
 
@@ -51,6 +58,7 @@ typedef struct options {
     uint64_t kv_bytes, page, slots, host_slots, disk_slots, layers, verify, seed, requests, running, recompute_last;
     const char *device;    /* NULL: a GPU if there is one, else the CPU */
     const char *disk_file; /* NULL: in $TMPDIR or /tmp */
+    const char *keys;      /* NULL: none */
     const char *trace;
     const char **texts;
     size_t text_count;
@@ -84,6 +92,8 @@ static const option option_table[] = {
      "cpu or cuda: holds the cache and moves its rows (default: cuda if there is a GPU)"},
     {"--disk-file", offsetof(options, disk_file), 0, 0, 0,
      "for --disk-slots; must not exist, and is gone afterwards (default: in $TMPDIR or /tmp)"},
+    {"--keys", offsetof(options, keys), 0, 0, 0,
+     "vllm_sha256, sglang, trtllm, lmcache ...: finds prefixes by keys, too, and uses those"},
     {"--text", offsetof(options, texts), 0, 0, 0, "a file: adds a request whose tokens are its bytes; may be repeated"},
 };
 static const option *const option_end = option_table + sizeof option_table / sizeof *option_table;
@@ -160,6 +170,13 @@ static void check_options(const options *o)
     }
     if (o->device && strcmp(o->device, "cpu") != 0 && strcmp(o->device, "cuda") != 0)
         kv_die("--device is '%s', neither cpu nor cuda", o->device);
+    if (o->keys && !kv_keys_rule(o->keys))
+        kv_die("--keys is '%s', not vllm_sha256, vllm_sha256_cbor, vllm_xxhash, vllm_xxhash_cbor, sglang, trtllm, "
+               "lmcache, "
+               "dynamo or xxh3",
+               o->keys);
+    if (o->keys && (o->host_slots || o->disk_slots))
+        kv_die("--keys with --host-slots or --disk-slots: keys lead only to pages of the cache");
     if (o->disk_file && !*o->disk_file)
         kv_die("--disk-file is empty");
     if (o->disk_file && !o->disk_slots)
@@ -201,6 +218,8 @@ typedef struct active {
     int32_t *pages;  /* of all tokens; the last page may be partial */
     size_t capacity; /* in tokens */
     size_t matched_pages;
+    unsigned char *keys; /* with --keys: of the whole pages */
+    int64_t *values;     /* what the table of keys says of them */
     kv_radix_node *node; /* where the match ended; locked */
 } active;
 
@@ -222,6 +241,7 @@ typedef struct replay {
     kv_device device;
     kv_radix tree;
     kv_tiers tiers;
+    kv_keys keys;
     active *running; /* a ring of o.running */
     size_t oldest, running_count;
     unsigned char *expected; /* K rows, or V rows, of one batch */
@@ -321,13 +341,18 @@ static void free_run(active *run)
     free(run->tokens);
     free(run->chain);
     free(run->pages);
+    free(run->keys);
+    free(run->values);
 }
 
-static void reserve_run(active *run, size_t tokens)
+/* Room for tokens, and keys of so many bytes. */
+static void reserve_run(active *run, size_t tokens, size_t page, size_t key_bytes)
 {
     if (tokens <= run->capacity)
         return;
     free_run(run);
+    run->keys = key_bytes ? (unsigned char *)kv_allocate(tokens / page + 1, key_bytes) : NULL;
+    run->values = key_bytes ? (int64_t *)kv_allocate(tokens / page + 1, sizeof *run->values) : NULL;
     run->tokens = (int32_t *)kv_allocate(tokens, sizeof *run->tokens);
     run->chain = (uint64_t *)kv_allocate(tokens, sizeof *run->chain);
     run->pages = (int32_t *)kv_allocate(tokens, sizeof *run->pages);
@@ -345,7 +370,7 @@ static uint64_t count_pages(const replay *r)
     for (const prompt *p = r->prompts; p < r->prompts + r->replayed; p++) {
         const size_t own = pages_of(r, p), whole = p->tokens / r->page;
         size_t in_tier[KV_RADIX_TIERS];
-        reserve_run(&run, p->tokens);
+        reserve_run(&run, p->tokens, r->page, 0);
         make_tokens(p, r->o.seed, run.tokens);
         memset(run.pages, 0, own * sizeof *run.pages); /* the tree copies these numbers */
         kv_radix_node *const node = kv_radix_match(&tree, run.tokens, p->tokens, run.pages, in_tier);
@@ -451,6 +476,8 @@ static void make_replay(replay *r)
     memset(r->running, 0, (size_t)r->o.running * sizeof *r->running);
     kv_radix_init(&r->tree, r->page, 2 * r->replayed);
     make_tiers(r);
+    if (r->o.keys)
+        kv_keys_init(&r->keys, kv_keys_rule(r->o.keys), r->page, r->slots / r->page);
 }
 
 /* ---- rows: store, gather, compare -------------------------------------------------------------------------------- */
@@ -595,6 +622,10 @@ static void finish_oldest(replay *r)
     r->t.tree += kv_seconds() - start;
     for (int tier = 0; tier < KV_RADIX_TIERS; pages += known[tier++])
         kv_pool_return(&r->tiers.pool[tier], pages, known[tier]);
+    if (r->o.keys) {
+        const size_t added = (size_t)(pages - run->pages);
+        kv_keys_add(&r->keys, run->keys + added * (size_t)r->keys.bytes, pages, whole - added);
+    }
     kv_pool_return(&r->tiers.pool[KV_CACHE], run->pages + whole, pages_of(r, run->prompt) - whole);
 #if defined(KV_REPLAY_CHECK) /* for the tests; slow */
     const char *const broken = kv_radix_check(&r->tree);
@@ -607,8 +638,12 @@ static void finish_oldest(replay *r)
 static void take_pages(replay *r, int32_t *pages, size_t want)
 {
     for (size_t room; (room = kv_tiers_room(&r->tiers, KV_CACHE)) < want;) {
+        const kv_pool *const pool = &r->tiers.pool[KV_CACHE];
+        const size_t before = pool->free_count;
         kv_tiers_make_room(&r->tiers, KV_CACHE, want);
         const size_t got = kv_tiers_room(&r->tiers, KV_CACHE) - room;
+        if (r->o.keys)
+            kv_keys_forget(&r->keys, pool->free_pages + before, got);
         r->t.evicted_pages += got;
         r->t.evictions += got > 0;
         if (got == want - room)
@@ -637,13 +672,25 @@ static void fetch_pages(replay *r, active *run, const size_t in_tier[KV_RADIX_TI
     kv_radix_promote(&r->tree, run->node, first, (size_t)(pages - first), NULL);
 }
 
+/* Finds the pages again, by keys. They must be those of the tree, and take their place. */
+static void match_by_keys(replay *r, active *run, size_t most)
+{
+    int32_t *const tree = (int32_t *)kv_allocate(run->matched_pages + 1, sizeof *tree);
+    memcpy(tree, run->pages, run->matched_pages * sizeof *tree);
+    const size_t known =
+        kv_keys_match(&r->keys, run->tokens, run->prompt->tokens, most, run->keys, run->values, run->pages);
+    if (known != run->matched_pages || memcmp(tree, run->pages, known * sizeof *tree) != 0)
+        kv_die("--keys %s finds %zu pages, the tree %zu, or others", r->o.keys, known, run->matched_pages);
+    free(tree);
+}
+
 /* Starts a request: gives the tokens that are not cached slots, and stores their rows. */
 static void admit(replay *r, const prompt *p)
 {
     if (r->running_count == r->o.running)
         finish_oldest(r);
     active *const run = &r->running[(r->oldest + r->running_count) % (size_t)r->o.running];
-    reserve_run(run, p->tokens);
+    reserve_run(run, p->tokens, r->page, (size_t)r->keys.bytes);
     run->prompt = p;
     make_tokens(p, r->o.seed, run->tokens);
     make_chain(run->tokens, p->tokens, r->o.seed, run->chain);
@@ -663,6 +710,8 @@ static void admit(replay *r, const prompt *p)
     }
     r->t.matched += run->matched_pages * r->page;
 
+    if (r->o.keys)
+        match_by_keys(r, run, most);
     fetch_pages(r, run, in_tier);
     take_pages(r, run->pages + run->matched_pages, pages_of(r, p) - run->matched_pages);
     move_prompt(r, run, run->matched_pages * r->page, true);
@@ -746,6 +795,10 @@ static void print_times(const replay *r)
     const double tree = t->tree + s->tree_seconds, disk = s->to_disk.seconds + s->from_disk.seconds;
     const double tiers = s->to_host.seconds + s->from_host.seconds + disk;
     print_time("time in prefix", t->prefix, "");
+    if (r->o.keys) {
+        print_time("time in keys", r->keys.seconds, "   what time in prefix takes, by keys");
+        print_time("time in key table", r->keys.other_seconds, "   put, erase");
+    }
     print_time("time in store", d->store, gpu ? "   on the GPU, launches included" : "");
     print_time("time in gather", d->gather, gpu ? "   on the GPU, launches included" : "");
     if (gpu) {
@@ -756,7 +809,9 @@ static void print_times(const replay *r)
     if (kv_tiers_lower(s))
         print_time("time in tiers", tiers,
                    gpu ? "   to and from the GPU and the disk" : "   to and from host and disk");
-    print_time("time in the rest", t->all - t->prefix - tree - (gpu ? d->waiting + disk : d->store + d->gather + tiers),
+    print_time("time in the rest",
+               t->all - t->prefix - r->keys.seconds - r->keys.other_seconds - tree -
+                   (gpu ? d->waiting + disk : d->store + d->gather + tiers),
                gpu ? "   making tokens and rows, launches, comparing" : "   making tokens and rows, comparing");
 }
 

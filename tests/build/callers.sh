@@ -382,8 +382,8 @@ runs_quoted()
 builds_elsewhere()
 {
     rm -rf "$build/else where" && MAKEFLAGS= make -s BUILD="$PWD/$build/else where" CFLAGS=-O0 DEVICE=cpu \
-        ARGS='--requests 2' run build/01_rows build/18_step | grep 'requests  *2 ' &&
-        "$build/else where/01_rows" && "$build/else where/18_step" &&
+        ARGS='--requests 2' run build/01_rows build/18_step build/20_keys | grep 'requests  *2 ' &&
+        "$build/else where/01_rows" && "$build/else where/18_step" && "$build/else where/20_keys" &&
         ! MAKEFLAGS= make BUILD="$build/else where" clean && [ -x "$build/else where/02_kv_replay" ]
 }
 

@@ -178,6 +178,34 @@ counts "verify off" "rows verified=0,bytes gathered=$((150280 * 256))" "$trace" 
 counts "first requests only, another seed, --option=value" requests=3,tokens=1026,mismatches=0 "$trace" --requests=3 \
     --seed=18446744073709551615
 
+# keys RULE PAGE SLOTS RUNNING: the replay ends if keys and the tree do not find the same pages.
+keys() {
+    # shellcheck disable=SC2046
+    set -- "$1" "$2" "$3" "$4" $(oracle "$trace" "$2" "$3")
+    numbers=mismatches=0
+    [ "$4" -gt 1 ] || numbers="tokens matched=$7,pages evicted=$8,mismatches=0"
+    runs "keys: $1" 0 "$numbers" "$trace" --keys "$1" --page "$2" --slots "$3" --running "$4" --kv-bytes 64 \
+        --recompute-last $last && silent "keys: $1" || return
+    grep -q '^time in prefix ' out && grep -q '^time in keys ' out || fail "keys: $1" "does not print both times" || return
+    ok "keys: $1, pages of $2, $3 slots, $4 at a time"
+}
+keys vllm_sha256 16 0 1
+keys vllm_sha256 16 8000 1
+keys vllm_sha256_cbor 48 7000 1
+keys sglang 1 6144 1
+keys sglang 4 12000 5
+keys trtllm 1024 9000 1
+keys lmcache 256 0 60
+last=1
+keys trtllm 4 6144 1
+last=0
+keys_of_xxh3() {
+    "$replay" --keys xxh3 "$trace" >out 2>err
+    if grep -q 'needs xxhash.h' err; then skip "keys of XXH3" "no xxhash.h"; return; fi
+    for rule in xxh3 dynamo vllm_xxhash vllm_xxhash_cbor; do keys $rule 16 8000 1; done
+}
+keys_of_xxh3
+
 together() {
     for n in 2 3 8 60 100; do
         runs "$1" 0 "pages evicted=0,mismatches=0" "$trace" --running $n &&
@@ -306,7 +334,7 @@ killed "a replay that is killed leaves no file"
 helps() {
     runs "$1" 0 '' "$1" || return
     for option in --device --disk-file --host-slots --disk-slots --kv-bytes --page --slots --layers --running \
-        --recompute-last --requests --verify --seed --text --help; do
+        --recompute-last --requests --verify --seed --keys --text --help; do
         grep -q -e "  $option " out || fail "$1" "does not name $option" || return
     done
     ok "$1"
@@ -398,6 +426,9 @@ a cache smaller than a page|--slots 15 holds no page of 16 tokens|--slots 15
 a cache larger than memory|more than this machine's memory|--layers 1024 --kv-bytes 16777216
 a cache larger than memory with rows of any size|more than this machine's memory|--layers 1024 --slots 2147483632
 an unknown option|unknown option --nonsense|--nonsense
+an unknown rule of keys|--keys is 'md5', not vllm_sha256|--keys md5
+keys and tiers|--keys with --host-slots or --disk-slots|--keys sglang --slots 8000 --host-slots 5000
+keys of pages that are too large|block_tokens is 8192, less than 1 or more|--keys sglang --page 8192
 an option without value|--page needs a value|--page
 a page of 0|--page is '0', not a number from 1 to 1048576|--page 0
 a page of x|--page is '16x', not a number|--page 16x
