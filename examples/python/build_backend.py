@@ -74,7 +74,8 @@ def build_library(package, scratch):
     nvcc = None if os.environ.get("KVPRIM_CUDA_ARCH") == "none" else find_nvcc()
     source, exports = os.path.join(scratch, "kvprim.cu" if nvcc else "kvprim.c"), os.path.join(scratch, "exports")
     with open(source, "w") as file:
-        file.write(f'#include "kvprim{"_cuda.cuh" if nvcc else ".h"}"\n')
+        file.write("#if __has_include(<xxhash.h>)\n#define XXH_INLINE_ALL\n#include <xxhash.h>\n#endif\n"  # XXH3's keys
+                   f'#include "kvprim{"_cuda.cuh" if nvcc else ".h"}"\n')
     with open(exports, "w") as file:
         file.write(ALL % "kvprim_*")
     flags = ["-I" + HEADERS, "-DKVPRIM_IMPLEMENTATION", "-DKVPRIM_EXPORT", "-shared", source, "-o",

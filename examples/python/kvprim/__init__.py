@@ -7,6 +7,7 @@
     kvprim.store(kv_c, k_pe, kv_cache, None, slot, "NHD", cache_dtype="fp8_ds_mla")
     kvprim.store(k, v, kv_cache, None, slot, "NHD", kv_dim=0)       K and V in one tensor, [2, pages, page, heads, dim]
     cached = kvprim.prefix(prompt, tokens)                          tensors, lists, arrays; needs no torch
+    keys = kvprim.keys(prompt, 16, "vllm_sha256")                   of blocks, as engines compute them; the same
 
 Rules that hold for every operator here
     Tensors    Tables come from shapes and strides. `layout` says what the first dimensions are:
@@ -53,6 +54,7 @@ The package builds with `pip install examples/python` or `make wheel`, which bui
 import array
 import ctypes
 import os
+import pickle
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
@@ -274,6 +276,58 @@ def prefix_longest(query, keys):
     return (best, matches[best]) if best < count else (None, 0)  # KVPRIM_PREFIX_NONE is larger than any count
 
 
+# ---- keys of blocks -------------------------------------------------------------------------------------------------
+
+KEY_RULES = ("vllm_sha256", "vllm_sha256_cbor", "vllm_xxhash", "vllm_xxhash_cbor", "sglang", "trtllm", "lmcache",
+             "dynamo", "xxh3")  # as in kvprim_key_rule, from 1 on
+
+
+class _KeyExtra(ctypes.Structure):
+    _fields_ = [("block", ctypes.c_int64), ("token", ctypes.c_int64), ("data", ctypes.c_char_p),
+                ("bytes", ctypes.c_int64)]
+
+
+class _KeysDesc(ctypes.Structure):
+    _fields_ = [("tokens", ctypes.c_void_p), ("token_type", ctypes.c_int), ("rule", ctypes.c_int),
+                ("count", ctypes.c_int64), ("block_tokens", ctypes.c_int64), ("parent", ctypes.c_char_p),
+                ("parent_bytes", ctypes.c_int64), ("extra", ctypes.POINTER(_KeyExtra)), ("extra_count", ctypes.c_int64),
+                ("keys", ctypes.c_void_p), ("keys_bytes", ctypes.c_int64), ("seed", ctypes.c_uint64),
+                ("bigrams", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+
+
+def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, packed=False):
+    """The keys of all whole blocks of `block` tokens as an engine computes them, a bytes object each; packed: one
+    bytearray. `rule` is one of KEY_RULES, which kvprim.h describes. tokens: a list, an array (of `array` or numpy), or
+    a tensor of the CPU, packed int32 or int64. parent: the key before the first block. extra: {block: bytes}, and for
+    trtllm {(block, token): digest}; for vllm_sha256 and vllm_xxhash also {block: tuple}."""
+    if rule not in KEY_RULES:
+        raise RuntimeError(f"rule is {rule!r}, none of {', '.join(KEY_RULES)}")
+    if torch is not None and isinstance(tokens, torch.Tensor):
+        if (not tokens.is_cpu or tokens.dim() != 1 or not tokens.is_contiguous()
+                or tokens.dtype not in (torch.int32, torch.int64)):
+            raise RuntimeError(f"tokens is {tokens.dtype} of shape {tuple(tokens.shape)} on {tokens.device}, "
+                               "not packed int32 or int64 on cpu")
+        address, count, size, _ = tokens.data_ptr(), tokens.numel(), tokens.element_size(), tokens
+    else:
+        address, count, size, _ = kept = _integers("tokens", tokens)
+    pieces = []
+    for place, data in sorted((extra or {}).items()):
+        if isinstance(data, tuple):  # what pickle makes of it inside (parent, tokens, extra)
+            data = pickle.dumps((bytes(32), (0,), data), 5)[50:-3]
+        pieces.append(_KeyExtra(*(place if isinstance(place, tuple) else (place, 0)), data, len(data)))
+    desc = _KeysDesc(address, 1 if size == 4 else 2, KEY_RULES.index(rule) + 1, count, block, parent,
+                     len(parent or b""), (_KeyExtra * max(len(pieces), 1))(*pieces), len(pieces), None, 0, seed,
+                     bigrams, 0)
+    library.kvprim_key_bytes.restype, library.kvprim_last_error.restype = ctypes.c_int64, ctypes.c_char_p
+    width, blocks = library.kvprim_key_bytes(desc.rule), max((count - bool(bigrams)) // max(block, 1), 0)
+    made = bytearray(width * blocks)
+    room = (ctypes.c_char * len(made)).from_buffer(made)
+    desc.keys, desc.keys_bytes = ctypes.addressof(room), len(made)
+    if library.kvprim_keys(ctypes.byref(desc), ctypes.c_size_t(1)):
+        raise RuntimeError(library.kvprim_last_error().decode())
+    return made if packed else [bytes(made[i:i + width]) for i in range(0, len(made), width)]
+
+
 # ---- registration ---------------------------------------------------------------------------------------------------
 
 def _fake_of(operator):
@@ -323,7 +377,7 @@ except ImportError:  # then without slots_new, gather_new and lists for tensors,
     try:
         import tvm_ffi
         _eager = tvm_ffi.load_module(ffi_library())
-    except (ImportError, OSError, RuntimeError):  # then only prefix() of lists and arrays, include() and library
+    except (ImportError, OSError, RuntimeError):  # then only prefix() and keys() of lists, include(), library
         pass
 else:
     from . import _eager

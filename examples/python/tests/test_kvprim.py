@@ -9,8 +9,11 @@ torch, prefixes of lists and arrays, and with numpy and TVM-FFI each operator on
 """
 import array
 import contextlib
+import hashlib
 import os
+import pickle
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -877,6 +880,40 @@ def prefixes(device):
     assert all(os.path.exists(os.path.join(folder, name)) for name in ("kvprim.h", "kvprim_cuda.cuh", "kvprim_nccl.h"))
 
 
+def block_keys(device):
+    """Needs no torch. The engines' own calls, with what Python has."""
+    sha256 = lambda data: hashlib.sha256(data).digest()
+    tokens = [7 * i * i for i in range(70)]
+    extra = {1: (("lora", "a", "b"), ("mm", "c" * 64, -3)), 3: (("mm", "d", 5),)}
+
+    def vllm(key, tokens, extra={}):
+        for i in range(len(tokens) // 16):
+            key = sha256(pickle.dumps((key, tuple(tokens[16 * i:16 * i + 16]), extra.get(i)), pickle.HIGHEST_PROTOCOL))
+            yield key
+
+    want = list(vllm(sha256(pickle.dumps("vllm-none-hash", pickle.HIGHEST_PROTOCOL)), tokens))
+    makes = [list, tuple, lambda values: array.array("i", values), lambda values: array.array("q", values)]
+    makes += [lambda values: numpy.array(values, dtype="int32"), numpy.array] if numpy else []
+    makes += [lambda values: torch.tensor(values, dtype=torch.int32), torch.tensor] if torch else []
+    for make in makes:
+        assert ops.keys(make(tokens), 16, "vllm_sha256") == want, make
+    assert ops.keys(tokens[32:], 16, "vllm_sha256", parent=want[1]) == want[2:]
+    assert ops.keys(tokens, 16, "vllm_sha256", packed=True) == b"".join(want)
+    negative = [-token for token in tokens]
+    assert ops.keys(negative, 16, "vllm_sha256", b"seed", extra) == list(vllm(b"seed", negative, extra))
+    pages = [struct.pack("<16I", *tokens[i:i + 16]) for i in (0, 16)]
+    pairs = struct.pack("<8I", *(token for pair in zip(tokens[:4], tokens[1:5]) for token in pair))
+    assert ops.keys(tokens[:40], 16, "sglang") == [sha256(pages[0]), sha256(sha256(pages[0]) + pages[1])]
+    assert ops.keys(tokens[:5], 4, "sglang", bigrams=True) == [sha256(pairs)] and ops.keys(tokens, 71, "sglang") == []
+    digest = sha256(b"image")
+    assert ops.keys(tokens[:16], 16, "trtllm", extra={(0, 2): digest}) == [
+        sha256(sha256(b"\0") + pages[0][:8] + digest + pages[0][12:])]
+    refused("rule is 'md5', none of vllm_sha256", ops.keys, tokens, 16, "md5")
+    refused("block_tokens is 0, less than 1", ops.keys, tokens, 0, "sglang")
+    refused("tokens[1] is -7, less than 0", ops.keys, negative, 16, "sglang")
+    refused("tokens is an array of 'd'", ops.keys, array.array("d", tokens), 16, "sglang")
+
+
 def ffi_operators(device):
     """TVM-FFI's module with tensors of numpy, as `ffi` and, if there is no torch, as the functions of kvprim."""
     of = tvm_ffi.from_dlpack
@@ -952,7 +989,7 @@ def run_tests():
     everywhere = (gathers, stores, transfers, copies, every_conversion, scaled_caches, computed_scales, whole_formats,
                   scaled_transfers, slots_of, refusals)
     of_graphs, on_gpu = (opchecks, compiles, one_pool), (graphs, pinned_temporaries, streams, devices)
-    runs, skipped = [("lists and arrays", (prefixes,), None)], 0
+    runs, skipped = [("lists and arrays", (prefixes, block_keys), None)], 0
     if numpy and tvm_ffi:
         runs += [("TVM-FFI", (ffi_operators,), None)]
     else:
