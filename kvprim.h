@@ -744,7 +744,7 @@ typedef struct kvprim_key_table {
 /* The bytes in which so many keys are found fast. 0 if keys or key_bytes (a multiple of 8 up to 64) is out of range. */
 KVPRIM_API size_t kvprim_key_table_bytes(int64_t keys, int64_t key_bytes);
 
-/* init makes an empty table in `memory`, which is aligned to 8. put adds a key or replaces its value; values are at least
+/* init makes an empty table in `memory`, aligned as int64_t. put adds a key or replaces its value; values are at least
    0. Errors: NULL, SIZE (names the value; a table keeps one slot empty), ARGUMENT (alignment). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_key_table_init(kvprim_key_table *table, void *memory, size_t bytes,
                                                               int64_t key_bytes);
@@ -4836,8 +4836,10 @@ KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const int32_t *narrow, const 
 
 KVPRIM_INLINE uint8_t *kvpi_put(uint8_t *p, const void *data, size_t bytes)
 {
-    if (bytes == 32)
-        memcpy(p, data, 32); /* a few instructions */
+    if (bytes == 32) /* these take a few instructions, no call */
+        memcpy(p, data, 32);
+    else if (bytes == 64)
+        memcpy(p, data, 64);
     else if (bytes)
         memcpy(p, data, bytes);
     return p + bytes;
@@ -4875,7 +4877,8 @@ static size_t kvpi_key_message(kvpi_chain *c)
         p = kvpi_put(p, "\x80\x05\x95\0\0\0\0\0\0\0\0C", 12); /* protocol 5, a frame of 8 bytes' length, bytes */
         *p++ = (uint8_t)c->parent_bytes;
         p = kvpi_put(*hole = p, c->parent, c->parent_bytes);
-        p = kvpi_put(p, "\x94(", 1 + (n > 3)); /* MEMOIZE; MARK, or up to three tokens have a TUPLE of their own */
+        p[0] = 0x94, p[1] = '('; /* MEMOIZE; MARK, but up to three tokens have a TUPLE of their own */
+        p += n > 3 ? 2 : 1;
         p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_pickle) : kvpi_put_tokens(p, NULL, wide, n, kvpi_pickle);
         *p++ = (uint8_t)(n > 3 ? 't' : 0x84 + n);
         *p++ = 0x94;
@@ -5104,14 +5107,14 @@ static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_des
                                                                : NULL;
     if (null)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    const size_t size = wide ? 8 : 4;
+    const size_t size = wide ? 8 : 4, align = kvpi_index_align(KVPRIM_I64);
     kvpi_uses u;
     u.count = 0;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "keys", d->keys, (uint64_t)(blocks * rule->bytes), 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, (uint64_t)n * size, kvpi_index_align(d->token_type));
     (void)kvpi_add_use(&u, kvpi_array, 0, "parent", d->parent,
                        (uint64_t)(d->parent_bytes ? d->parent_bytes : rule->bytes), 1);
-    (void)kvpi_add_use(&u, kvpi_array, 0, "extra", d->extra, (uint64_t)d->extra_count * sizeof *d->extra, 8);
+    (void)kvpi_add_use(&u, kvpi_array, 0, "extra", d->extra, (uint64_t)d->extra_count * sizeof *d->extra, align);
     KVPRIM_TRY(kvpi_check_uses(function, &u, 0));
     KVPRIM_TRY(kvpi_check_extra(function, d, blocks, KVPRIM_MAX_KEY_BLOCK - d->block_tokens * each));
     return kvpi_check_tokens(function, d, n);
@@ -5192,8 +5195,8 @@ KVPRIM_API kvprim_status kvprim_key_table_init(kvprim_key_table *table, void *me
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_init: %s is %lld, %s", slot ? "bytes" : "key_bytes",
                            slot ? (long long)bytes : (long long)key_bytes,
                            slot ? "less than two slots" : "not a multiple of 8 up to 64");
-    if ((uintptr_t)memory % 8)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_key_table_init: memory (%p) is not aligned to 8 bytes",
+    if ((uintptr_t)memory % kvpi_index_align(KVPRIM_I64))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_key_table_init: memory (%p) is not aligned as int64_t",
                            memory);
     memset(table, 0, sizeof *table);
     table->memory = memory, table->key_bytes = key_bytes;
