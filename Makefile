@@ -100,6 +100,7 @@ help:
 	@echo 'make replay    measure the replay of a trace (TRACE=path DEVICE=cpu or cuda), output to build/results/'
 	@echo 'make fuzz      run only the fuzzers, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     run the benchmarks of the host; takes minutes and needs an idle machine'
+	@echo 'make keys-bench    time keys of blocks on the host beside the engines'\'' Python'
 	@echo 'make plots     draw the pictures and the figures in README.md from tests/results/'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to build/results/ (CUDA_ARCH=sm_90: for another GPU);'
 	@echo '               cuda-test: all except the collectives; nccl-test: only those (QUICK=quick: in minutes)'
@@ -123,7 +124,7 @@ help:
 	@echo 'make clean     remove build/'
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
-RUN = run replay test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
+RUN = run replay test check fuzz bench keys-bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
     transfer-bench nccl-bench nccl-limits bandwidth handover wheel torch torch-bench transformers sanitize \
     cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
@@ -176,6 +177,10 @@ fuzz:
 
 bench: build/bench_prefix build/bench_host
 	$(call keep,bench,sha256sum kvprim.h; build/bench_prefix || failed=1; build/bench_host || failed=1)
+
+# XXH3's keys are measured where there is an xxhash.h.
+keys-bench: build/bench_keys
+	$(call keep,keys,sha256sum kvprim.h; build/bench_keys || failed=1; python3 tests/bench/bench_keys.py || failed=1)
 
 # Writes replay.txt or, with DEVICE=cuda, gpu_replay.txt. Those that are committed are of Mooncake's conversation trace.
 REPLAYS = '' '--slots 2000000' '--page 256 --slots 2000000 --host-slots 16000000 --disk-slots 80000000'
@@ -387,7 +392,7 @@ build/01_rows build/18_step build/20_keys: build/%: examples/%.c $(HEADERS) buil
 build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
-build/bench_host: tests/bench/bench_host.c $(HEADERS) build/flags
+build/bench_host build/bench_keys: build/%: tests/bench/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/test_disk build/test_kvprim: build/%: tests/core/%.c $(HEADERS) build/flags

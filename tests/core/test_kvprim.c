@@ -1540,6 +1540,7 @@ static void run_for_isa(void)
     run("transfer: inside one cache", test_same_cache);
     run("rows: streaming", test_streaming);
     run("layouts of engines", test_layouts);
+    run_keys();
 #if !defined(_WIN32)
     run("prefix: guard pages", test_prefix_guard_pages);
     run("rows: guard pages", test_rows_guard_pages);
@@ -1580,7 +1581,6 @@ int main(int argc, char **argv)
     run("transfer: a side without rows", test_empty_side);
     run_slots();
     run_conversions();
-    run_keys();
 #if defined(KVPRIM_X86) || defined(KVPRIM_ARM_SHA)
     kvpi_sha = kvpi_sha_portable; /* and as on a processor without such instructions */
     run_keys();
