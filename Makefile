@@ -124,9 +124,9 @@ help:
 	@echo 'make clean     remove build/'
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
-RUN = run replay test check fuzz bench keys-bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
-    transfer-bench nccl-bench nccl-limits bandwidth handover wheel torch torch-bench transformers sanitize \
-    cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
+RUN = run replay test check fuzz bench keys-bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench \
+    convert-bench transfer-bench nccl-bench nccl-limits bandwidth handover wheel torch torch-bench transformers \
+    sanitize cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif

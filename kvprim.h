@@ -650,35 +650,36 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
 #ifndef KVPRIM_NO_KEYS
 /* >>keys -----------------------------------------------------------------------------------------------------------
 
-   Keys of blocks of tokens, bit for bit as engines make them: each is a hash of the key before it, the parent, and of a
-   block's tokens, so equal keys mean equal prefixes. What remains of count / block_tokens gets no key.
+   Keys of blocks of tokens, bit for bit as engines make them: each is a hash of the key before it, the parent, and of
+   a block's tokens, so equal keys mean equal prefixes. What remains of count / block_tokens gets no key.
 
-   rule               read in            a block's key                              without a parent
-   VLLM_SHA256        vLLM 0.33.0        SHA-256(pickle(parent, tokens, extra))     the first parent is the hash of
-   VLLM_SHA256_CBOR                      SHA-256(CBOR of the same)                  ... "vllm-none-hash" in the same form
-   VLLM_XXHASH(_CBOR)                    XXH3-128(either)                           an error: vLLM draws a seed
-   SGLANG             SGLang 0.5.23      SHA-256(parent, tokens: uint32)            SHA-256(tokens)
-   TRTLLM             its manager V2     SHA-256(parent, tokens: uint32)            the first parent is SHA-256(0: a byte)
-   LMCACHE            LMCache 0.5.6      SHA-256(CBOR(parent, tokens, ())), 8 bytes the first parent is 0
-   DYNAMO             Dynamo 1.6.1       XXH3-64(parent, own), seed 1337            own: XXH3-64(tokens: uint32, extra)
-   XXH3               kvprim             XXH3-128(parent, tokens: int32)            the first parent is 0
+   rule               read in           a block's key                                without a parent
+   VLLM_SHA256        vLLM 0.33.0       SHA-256(pickle(parent, tokens, extra))       the first parent is the hash of
+   VLLM_SHA256_CBOR                     SHA-256(CBOR of the same)                    ... "vllm-none-hash", in that form
+   VLLM_XXHASH(_CBOR)                   XXH3-128(either)                             an error: vLLM draws a seed
+   SGLANG             SGLang 0.5.23     SHA-256(parent, tokens: uint32)              SHA-256(tokens)
+   TRTLLM             TensorRT-LLM, V2  SHA-256(parent, tokens: uint32)              the first parent: SHA-256(a byte 0)
+   LMCACHE            LMCache 0.5.6     SHA-256(CBOR(parent, tokens, ())), 8 bytes   the first parent is 0
+   DYNAMO             Dynamo 1.6.1      XXH3-64(parent, own), seed 1337              own: XXH3-64(tokens: uint32, extra)
+   XXH3               kvprim            XXH3-128(parent, tokens: int32)              the first parent is 0
 
-   Parents     The last key of a call continues its chain in the next one. In vLLM before 0.33 or with PYTHONHASHSEED, and
-               for XXHASH, the first parent is NONE_HASH; LMCache beside vLLM takes its first 8 bytes. SGLang's extra_key
-               and cache_salt, TensorRT-LLM's LoRA and salt are in its first parent alone, a SHA-256.
-   Tokens      vLLM's and LMCache's are any int64. SGLang's are at least 0; where one of a block is above 2^32 - 1, all are
-               uint64, after a byte 255. TensorRT-LLM's are in [0, 2^31), Dynamo's in [0, 2^32), XXH3's int32. LMCache must
-               have pre_caching_hash_algorithm: sha256_cbor. Numbers are little-endian, in CBOR big-endian.
-   Extra       vLLM: pickle or CBOR, in place of None, of the tuple of ("lora", name, path), ("mm", identifier, offset),
-               ("cache_salt", salt), ("prompt_embeds", digest); pickle's memo goes on from 2. TensorRT-LLM: digests of 32
-               bytes, each in place of a token where an image begins. Dynamo: sorted hashes of images (uint64). SGLang has
-               images in its tokens.
-   Not here    LMCache's other hashes (Python's own, BLAKE3), TensorRT-LLM's before V2 (or with 8 bytes a token), Dynamo's
-               positional ones, partial last blocks: call again with block_tokens that small. */
+   Parents    The last key of a call continues its chain in the next one. In older vLLM, or with PYTHONHASHSEED, and
+              for XXHASH, the first parent is its NONE_HASH; LMCache beside vLLM takes its first 8 bytes. SGLang's
+              extra_key and cache_salt, TensorRT-LLM's LoRA and salt are in its first parent alone, a SHA-256.
+   Tokens     vLLM's and LMCache's are any int64. SGLang's are at least 0; where one of a block is above 2^32 - 1, all
+              are uint64, after a byte 255. TensorRT-LLM's are in [0, 2^31), Dynamo's in [0, 2^32), XXH3's int32.
+              Numbers are little-endian, in CBOR big-endian.
+   Extra      vLLM: pickle or CBOR, in place of None, of the tuple of ("lora", name, path), ("mm", identifier,
+              offset), ("cache_salt", salt), ("prompt_embeds", digest); pickle's memo goes on from 2. TensorRT-LLM:
+              digests of 32 bytes, each in place of a token where an image begins. Dynamo: sorted hashes of images
+              (uint64). SGLang has images in its tokens.
+   Not here   LMCache's hashes without pre_caching_hash_algorithm: sha256_cbor (Python's own, BLAKE3); TensorRT-LLM's
+              keys before V2 as of its commit 065ff9e (then with 8 bytes a token); Dynamo's positional ones. For a
+              partial last block call again with block_tokens that small. */
 typedef enum kvprim_key_rule {
     KVPRIM_KEY_VLLM_SHA256 = 1,
     KVPRIM_KEY_VLLM_SHA256_CBOR,
-    KVPRIM_KEY_VLLM_XXHASH, /* Rules with XXH3 need xxhash.h, 0.8 or newer, in the implementing unit before this header */
+    KVPRIM_KEY_VLLM_XXHASH, /* rules of XXH3 need xxhash.h, 0.8 or newer, before this header in the implementing unit */
     KVPRIM_KEY_VLLM_XXHASH_CBOR,
     KVPRIM_KEY_SGLANG,
     KVPRIM_KEY_TRTLLM,
@@ -706,10 +707,11 @@ typedef struct kvprim_keys_desc {
     int64_t extra_count;
     void *keys;         /* count / block_tokens of kvprim_key_bytes(rule), packed */
     int64_t keys_bytes; /* the room for them */
-    uint64_t seed;      /* DYNAMO's own; 0: 1337. Add XXH3-64 of a LoRA's name, and of a cache namespace, that
-                                      with seed 1 */
-    int32_t bigrams;    /* 1 for EAGLE: SGLANG hashes pairs (token i, token i + 1), DYNAMO also the token after
-                                      a block. There are (count - 1) / block_tokens keys then */
+    /* DYNAMO's own; 0: 1337. Add the XXH3-64 of a LoRA's name, and that of a cache namespace with seed 1. */
+    uint64_t seed;
+    /* 1 for EAGLE: SGLANG hashes pairs (token i, token i + 1), and DYNAMO also the token after a block. There are
+       (count - 1) / block_tokens keys then. */
+    int32_t bigrams;
     int32_t reserved;
 } kvprim_keys_desc;
 
@@ -719,8 +721,8 @@ enum { KVPRIM_MAX_KEY_BLOCK = 24576 };
 /* The bytes of a key: 32, 16 or 8. 0 for an unknown rule. */
 KVPRIM_API int64_t kvprim_key_bytes(kvprim_key_rule rule);
 
-/* Computes the keys of n requests; two chains of SHA-256 at once take two thirds of the time. It uses SHA-NI or ARMv8's
-   instructions if the processor has them, and 51 KB of stack.
+/* Computes the keys of n requests. Chains of SHA-256 run two at a time, each in 0.7 to 0.8 of its time alone. Takes
+   51 KB of stack, and uses SHA-NI, ARMv8's SHA-2 and AVX-512 VBMI2 if the processor has them.
    Aliasing: keys must not overlap tokens, parent and extra (checked), or anything of another request.
    Errors name the request: NULL, SIZE, OVERLAP, ARGUMENT (rule, types, a field that has no such value or no meaning for
    the rule, alignment), UNSUPPORTED (compiled without xxhash.h). */
@@ -753,7 +755,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_key_table_put(kvprim_key_table *t
 /* Removes a key and returns its value, or -1 if it was not there. */
 KVPRIM_API int64_t kvprim_key_table_erase(kvprim_key_table *table, const void *key);
 
-/* How many of n packed keys are there before the first that is not. Their values go to `values`, if that is not NULL. */
+/* How many of n packed keys are there before the first that is not. Their values go to `values`, unless it is NULL. */
 KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const void *keys, size_t n, int64_t *values);
 #endif
 
@@ -4938,24 +4940,23 @@ static size_t kvpi_key_message(kvpi_chain *c)
     uint8_t *const start = c->data + (size_t)(c->written & 1) * c->half, *p = start;
     uint8_t **const hole = &c->hole[c->written & 1];
     if (c->rule->form == kvpi_pickle) {
-        p = kvpi_put(p, "\x80\x05\x95\0\0\0\0\0\0\0\0C", 12); /* protocol 5, a frame of 8 bytes' length, bytes */
-        *p++ = (uint8_t)c->parent_bytes;
-        p = kvpi_put(*hole = p, c->parent, c->parent_bytes);
+        memcpy(p, "\x80\x05\x95\0\0\0\0\0\0\0\0C", 12); /* protocol 5, a frame of 8 bytes' length, bytes */
+        p[12] = (uint8_t)c->parent_bytes, *hole = p + 13;
+        p = kvpi_put(*hole, c->parent, c->parent_bytes);
         p[0] = 0x94, p[1] = '('; /* MEMOIZE; MARK, but up to three tokens have a TUPLE of their own */
         p += n > 3 ? 2 : 1;
         p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_pickle) : kvpi_put_tokens(p, NULL, wide, n, kvpi_pickle);
-        *p++ = (uint8_t)(n > 3 ? 't' : 0x84 + n);
-        *p++ = 0x94;
-        p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : kvpi_put(p, "N", 1);
-        p = kvpi_put(p, "\x87\x94.", 3); /* TUPLE3 */
+        p[0] = (uint8_t)(n > 3 ? 't' : 0x84 + n), p[1] = 0x94, p[2] = 'N';
+        p = extra ? kvpi_put(p + 2, extra->data, (size_t)extra->bytes) : p + 3;
+        p[0] = 0x87, p[1] = 0x94, p[2] = '.', p += 3; /* TUPLE3 */
         kvpi_put_le(start + 3, (uint64_t)(p - start - 11));
     } else if (c->rule->form == kvpi_cbor) {
         *p++ = 0x83; /* an array of three */
         p = kvpi_put_cbor(p, number ? 0 : 2, number ? kvpi_get_be(c->parent) : c->parent_bytes);
         p = kvpi_put_cbor(kvpi_put(*hole = p, c->parent, number ? 0 : c->parent_bytes), 4, (uint64_t)n);
         p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_cbor) : kvpi_put_tokens(p, NULL, wide, n, kvpi_cbor);
-        p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes)
-                  : kvpi_put(p, number ? "\x80" : "\xf6", 1); /* None */
+        *p = number ? 0x80 : 0xf6; /* an empty tuple, or None */
+        p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : p + 1;
     } else {
         int64_t at = 0;
         p = kvpi_put(*hole = p, c->parent, dynamo ? 0 : c->parent_bytes);
@@ -5086,7 +5087,7 @@ static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
 /* Fails if a field has no such value. */
 #define KVPRIM_REFUSE(condition, status, field, why)                                                                   \
     if (condition)                                                                                                     \
-    return kvprim_fail(status, "%s: " #field " is %lld, " why, function, (long long)d->field)
+    return kvprim_fail(KVPRIM_ERROR_##status, "%s: " #field " is %lld, " why, function, (long long)d->field)
 
 /* Of the blocks' n tokens, the first that the rule cannot hold. */
 static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_desc *d, int64_t n)
@@ -5135,32 +5136,31 @@ static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_de
 static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_desc *d)
 {
     const kvpi_key_rule *const rule = kvpi_rule_of(d->rule);
-    KVPRIM_REFUSE(d->count < 0, KVPRIM_ERROR_SIZE, count, "less than 0");
+    KVPRIM_REFUSE(d->count < 0, SIZE, count, "less than 0");
     if (d->count == 0)
         return KVPRIM_OK;
-    KVPRIM_REFUSE(!rule, KVPRIM_ERROR_ARGUMENT, rule, "no kvprim_key_rule");
+    KVPRIM_REFUSE(!rule, ARGUMENT, rule, "no kvprim_key_rule");
 #ifndef KVPRIM_XXH3
-    KVPRIM_REFUSE(rule->hash == kvpi_by_xxh3, KVPRIM_ERROR_UNSUPPORTED, rule,
+    KVPRIM_REFUSE(rule->hash == kvpi_by_xxh3, UNSUPPORTED, rule,
                   "which needs xxhash.h (0.8 or newer) before kvprim.h in the implementing unit");
 #endif
     const int wide = d->token_type == KVPRIM_I64, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
     const int vllm = d->rule <= KVPRIM_KEY_VLLM_XXHASH_CBOR, xxhash = vllm && rule->bytes == 16;
-    KVPRIM_REFUSE(!wide && d->token_type != KVPRIM_I32, KVPRIM_ERROR_ARGUMENT, token_type,
-                  "neither KVPRIM_I32 nor KVPRIM_I64");
-    KVPRIM_REFUSE(d->bigrams != 0 && (d->bigrams != 1 || (!dynamo && d->rule != KVPRIM_KEY_SGLANG)),
-                  KVPRIM_ERROR_ARGUMENT, bigrams, "neither 0 nor, for SGLANG and DYNAMO, 1");
-    KVPRIM_REFUSE(d->seed != 0 && !dynamo, KVPRIM_ERROR_ARGUMENT, seed, "but the rule has none");
-    KVPRIM_REFUSE(d->reserved != 0, KVPRIM_ERROR_ARGUMENT, reserved, "not 0: zero-initialise the structure");
+    KVPRIM_REFUSE(!wide && d->token_type != KVPRIM_I32, ARGUMENT, token_type, "neither KVPRIM_I32 nor KVPRIM_I64");
+    KVPRIM_REFUSE(d->bigrams != 0 && (d->bigrams != 1 || (!dynamo && d->rule != KVPRIM_KEY_SGLANG)), ARGUMENT, bigrams,
+                  "neither 0 nor, for SGLANG and DYNAMO, 1");
+    KVPRIM_REFUSE(d->seed != 0 && !dynamo, ARGUMENT, seed, "but the rule has none");
+    KVPRIM_REFUSE(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
     KVPRIM_REFUSE(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
                       (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
-                  KVPRIM_ERROR_ARGUMENT, parent_bytes, "not as the rule's keys");
+                  ARGUMENT, parent_bytes, "not as the rule's keys");
     const int64_t each = (wide ? 10 : 5) << d->bigrams;
-    KVPRIM_REFUSE(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, KVPRIM_ERROR_SIZE, block_tokens,
+    KVPRIM_REFUSE(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE, block_tokens,
                   "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
     const int64_t blocks = kvpi_blocks_of(d), n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
-    KVPRIM_REFUSE(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), KVPRIM_ERROR_ARGUMENT, extra_count,
+    KVPRIM_REFUSE(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), ARGUMENT, extra_count,
                   "less than 0, or more than the rule takes");
-    KVPRIM_REFUSE(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, KVPRIM_ERROR_SIZE, keys_bytes,
+    KVPRIM_REFUSE(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE, keys_bytes,
                   "less than the keys of all blocks");
     if (blocks == 0)
         return KVPRIM_OK;
@@ -5175,7 +5175,8 @@ static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_des
     kvpi_uses u;
     u.count = 0;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "keys", d->keys, (uint64_t)(blocks * rule->bytes), 1);
-    (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, (uint64_t)n * size, kvpi_index_align(d->token_type));
+    (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, kvpi_mul((uint64_t)n, size),
+                       kvpi_index_align(d->token_type));
     (void)kvpi_add_use(&u, kvpi_array, 0, "parent", d->parent,
                        (uint64_t)(d->parent_bytes ? d->parent_bytes : rule->bytes), 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "extra", d->extra, (uint64_t)d->extra_count * sizeof *d->extra, align);

@@ -86,6 +86,8 @@ callers_in_c()
     linked one_unit "$CC" "$build/main.o" "$build/caller_one.o"
     cell 'no SIMD' $c -DKVPRIM_NO_SIMD -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_simd.o"
     linked no_simd "$CC" "$build/main.o" "$build/caller_no_simd.o"
+    cell 'no keys' $c -DKVPRIM_NO_KEYS -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_keys.o"
+    linked no_keys "$CC" "$build/main.o" "$build/caller_no_keys.o"
 
     cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/build/main.c \
         -o "$build/main_three.o"

@@ -83,6 +83,7 @@ static void host_calls(void)
     CALL(kvprim_unpack, NULL);
     CALL(kvprim_unpack_meta, NULL);
     CALL(kvprim_copy, NULL);
+    CALL(kvprim_keys, NULL, 1);
     CALL(kvprim_cpu_move, NULL, 1);
 }
 

@@ -28,6 +28,8 @@ static void key_tokens(enum key_kind kind, int64_t count, int64_t *tokens)
                                     1,
                                     23,
                                     24,
+                                    25,
+                                    -26,
                                     255,
                                     256,
                                     65535,
@@ -347,6 +349,8 @@ static void test_bad_keys(void)
     CHECK(kvprim_keys(&good, 1) == KVPRIM_OK);
     memcpy(keys, untouched, sizeof keys);
     BAD_KEYS(bigrams = 2, ARGUMENT, "bigrams is 2");
+    wide[62] = 0, wide[16] = -1, good.count = 17; /* the token after the only block of pairs */
+    BAD_KEYS(bigrams = 1, SIZE, "tokens[16] is -1");
     good.count = 15, good.tokens = NULL, good.keys = NULL, good.keys_bytes = 0; /* no block */
     CHECK(kvprim_keys(&good, 1) == KVPRIM_OK);
     memset(&good, 0, sizeof good);

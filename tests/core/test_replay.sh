@@ -186,7 +186,8 @@ keys() {
     [ "$4" -gt 1 ] || numbers="tokens matched=$7,pages evicted=$8,mismatches=0"
     runs "keys: $1" 0 "$numbers" "$trace" --keys "$1" --page "$2" --slots "$3" --running "$4" --kv-bytes 64 \
         --recompute-last $last && silent "keys: $1" || return
-    grep -q '^time in prefix ' out && grep -q '^time in keys ' out || fail "keys: $1" "does not print both times" || return
+    [ "$(grep -c -e '^time in prefix ' -e '^time in keys ' out)" -eq 2 ] ||
+        fail "keys: $1" "does not print both times" || return
     ok "keys: $1, pages of $2, $3 slots, $4 at a time"
 }
 keys vllm_sha256 16 0 1

@@ -14,6 +14,9 @@ void ignored(kvprim_move *m)
     kvprim_unpack(NULL);
     kvprim_unpack_meta(NULL);
     kvprim_copy(NULL);
+    kvprim_keys(NULL, 0);
+    kvprim_key_table_init(NULL, NULL, 0, 8);
+    kvprim_key_table_put(NULL, NULL, 0);
     kvprim_gather_check(NULL, NULL);
     kvprim_store_check(NULL, NULL);
     kvprim_slots_check(NULL, NULL);
