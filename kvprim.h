@@ -4899,10 +4899,16 @@ KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const int32_t *narrow, const 
 
 KVPRIM_INLINE uint8_t *kvpi_put(uint8_t *p, const void *data, size_t bytes)
 {
-    if (bytes == 32)
-        memcpy(p, data, 32); /* a few instructions, no call */
-    else if (bytes)
+    const uint8_t *const from = (const uint8_t *)data;
+    if (bytes == 32) { /* a key: a few instructions, no call */
+        memcpy(p, data, 32);
+    } else if (bytes == 16) { /* in halves, as it was written: a processor cannot forward two stores to one load */
+        const uint64_t low = kvpi_load_u64(from), high = kvpi_load_u64(from + 8);
+        memcpy(p, &low, 8);
+        memcpy(p + 8, &high, 8);
+    } else if (bytes) {
         memcpy(p, data, bytes);
+    }
     return p + bytes;
 }
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* Measures the keys of 10,000 tokens on one core, and how long it takes to find 625 keys in a table of 10^6. Beside it in
-   the same run: one SHA-256 of as many pieces of 64 bytes, which is the least that a chain of them takes. Minima, as other
-   work only adds. bench_keys.py measures the engines' own Python. */
+/* Measures the keys of 10,000 tokens on one core, and how long it takes to find 625 keys in a table of 10^6. Beside it
+   in the same run: one SHA-256 of as many pieces of 64 bytes, the least that a chain of them takes. Minima, as other
+   work only adds. What is asked of them was measured where a piece takes 32.3 ns, and is scaled by that.
+   bench_keys.py measures the engines' own Python. */
 #define _GNU_SOURCE /* sched_setaffinity */
 #if defined(__has_include)
 #if __has_include(<xxhash.h>)
@@ -13,10 +14,10 @@
 #include "../../kvprim.h"
 #include "bench.h"
 
-enum { tokens = 10000, sets = 8, repetitions = 400, known = 625, table_keys = 1000000 };
+enum { tokens = 10000, sets = 8, repetitions = 1500, known = 625, table_keys = 1000000 };
 
 static int32_t prompt[sets][tokens]; /* taken in turn: no branch is foreseen because the tokens are known */
-static uint8_t keys[2][tokens * 32], again[2][tokens * 32];
+static uint8_t keys[2][tokens * 32], again[32];
 
 static void must(kvprim_status status)
 {
@@ -24,25 +25,26 @@ static void must(kvprim_status status)
         printf("%s\n", kvprim_last_error()), exit(1);
 }
 
-/* Microseconds for `n` requests at once, or for one of int64. */
-static double microseconds(kvprim_key_rule rule, int64_t block, size_t n)
+/* Microseconds for one request, and for each of two at once. They take turns. */
+static void microseconds(kvprim_key_rule rule, int64_t block, double best[2])
 {
     static const uint8_t seed[16] = "a seed";
-    double best = 1e9;
+    best[0] = best[1] = 1e9;
     for (int r = 0; r < repetitions; r++) {
         kvprim_keys_desc d[2];
         memset(d, 0, sizeof d);
-        for (size_t i = 0; i < 2; i++) {
-            d[i].tokens = prompt[(r + (int)i) % sets], d[i].token_type = KVPRIM_I32, d[i].count = tokens;
+        for (int i = 0; i < 2; i++) {
+            d[i].tokens = prompt[(r + i) % sets], d[i].token_type = KVPRIM_I32, d[i].count = tokens;
             d[i].rule = rule, d[i].block_tokens = block, d[i].keys = keys[i], d[i].keys_bytes = sizeof keys[i];
             d[i].parent = rule == KVPRIM_KEY_VLLM_XXHASH || rule == KVPRIM_KEY_VLLM_XXHASH_CBOR ? seed : NULL;
         }
-        const double start = bench_ns();
-        must(kvprim_keys(d, n));
-        const double ns = bench_ns() - start;
-        best = ns < best ? ns : best;
+        for (size_t n = 1; n <= 2; n++) {
+            const double start = bench_ns();
+            must(kvprim_keys(d, n));
+            const double us = (bench_ns() - start) / 1000 / (double)n;
+            best[n - 1] = us < best[n - 1] ? us : best[n - 1];
+        }
     }
-    return best / 1000;
 }
 
 /* Nanoseconds of a piece of 64 bytes in one SHA-256. */
@@ -52,15 +54,17 @@ static double piece_ns(void)
     double best = 1e9;
     for (int r = 0; r < repetitions; r++) {
         const double start = bench_ns();
-        kvprim_sha256(data, sizeof data, again[0]);
+        kvprim_sha256(data, sizeof data, again);
         const double ns = bench_ns() - start;
         best = ns < best ? ns : best;
     }
     return best / 2001;
 }
 
-static void measure(const char *name, kvprim_key_rule rule, int sha, double most)
+/* most: where a piece of 64 bytes takes 32.3 ns; `slower` is how much longer it takes here. */
+static void measure(const char *name, kvprim_key_rule rule, int sha, double most, double slower)
 {
+    double small[2], large[2];
     kvprim_keys_desc none;
     memset(&none, 0, sizeof none);
     none.rule = rule, none.count = none.block_tokens = 1, none.token_type = KVPRIM_I32;
@@ -68,12 +72,13 @@ static void measure(const char *name, kvprim_key_rule rule, int sha, double most
         printf("%-18s no xxhash.h\n", name);
         return;
     }
-    const double one = microseconds(rule, 16, 1), two = microseconds(rule, 16, 2) / 2;
-    printf("%-18s %9.1f %9.1f %9.1f %9.2f\n", name, one, microseconds(rule, 64, 1), two, two / one);
+    microseconds(rule, 16, small);
+    microseconds(rule, 64, large);
+    printf("%-18s %9.1f %9.1f %9.1f %9.2f\n", name, small[0], large[0], small[1], small[1] / small[0]);
     if (most > 0)
-        bench_target(name, one, "<=", most);
+        bench_target("us, beside SHA-256 alone", small[0] / slower, "<=", most);
     if (sha)
-        bench_target("two at once, each of one", two / one, "<=", 0.66);
+        bench_target("two at once, each of one", small[1] / small[0], "<=", 0.66);
 }
 
 static void measure_table(void)
@@ -114,18 +119,19 @@ int main(void)
     for (int s = 0; s < sets; s++)
         for (int i = 0; i < tokens; i++)
             prompt[s][i] = (int32_t)below(151936);
-    printf("SHA-256 alone: %.1f ns for 64 bytes, %.1f us for 625 keys of 2 pieces, %.1f of 3\n\n", piece_ns(),
-           piece_ns() * 1.25, piece_ns() * 1.875);
+    const double piece = piece_ns(), slower = piece / 32.3;
+    printf("SHA-256 alone: %.1f ns for 64 bytes, %.1f us for 625 keys of 2 pieces, %.1f of 3\n\n", piece, piece * 1.25,
+           piece * 1.875);
     printf("us for %d tokens   blocks of 16        64  two, each  of one\n", tokens);
-    measure("vllm_sha256", KVPRIM_KEY_VLLM_SHA256, 1, 62);
-    measure("vllm_sha256_cbor", KVPRIM_KEY_VLLM_SHA256_CBOR, 1, 52);
-    measure("sglang", KVPRIM_KEY_SGLANG, 1, 46);
-    measure("trtllm", KVPRIM_KEY_TRTLLM, 1, 0);
-    measure("lmcache", KVPRIM_KEY_LMCACHE, 1, 0);
-    measure("vllm_xxhash", KVPRIM_KEY_VLLM_XXHASH, 0, 13);
-    measure("vllm_xxhash_cbor", KVPRIM_KEY_VLLM_XXHASH_CBOR, 0, 0);
-    measure("dynamo", KVPRIM_KEY_DYNAMO, 0, 0);
-    measure("xxh3", KVPRIM_KEY_XXH3, 0, 9);
+    measure("vllm_sha256", KVPRIM_KEY_VLLM_SHA256, 1, 62, slower);
+    measure("vllm_sha256_cbor", KVPRIM_KEY_VLLM_SHA256_CBOR, 1, 52, slower);
+    measure("sglang", KVPRIM_KEY_SGLANG, 1, 46, slower);
+    measure("trtllm", KVPRIM_KEY_TRTLLM, 1, 0, slower);
+    measure("lmcache", KVPRIM_KEY_LMCACHE, 1, 0, slower);
+    measure("vllm_xxhash", KVPRIM_KEY_VLLM_XXHASH, 0, 13, slower);
+    measure("vllm_xxhash_cbor", KVPRIM_KEY_VLLM_XXHASH_CBOR, 0, 0, slower);
+    measure("dynamo", KVPRIM_KEY_DYNAMO, 0, 0, slower);
+    measure("xxh3", KVPRIM_KEY_XXH3, 0, 9, slower);
     measure_table();
     bench_summary();
     return 0;
