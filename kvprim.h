@@ -4899,16 +4899,12 @@ KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const int32_t *narrow, const 
 
 KVPRIM_INLINE uint8_t *kvpi_put(uint8_t *p, const void *data, size_t bytes)
 {
-    const uint8_t *const from = (const uint8_t *)data;
-    if (bytes == 32) { /* a key: a few instructions, no call */
+    if (bytes == 32) /* a key: a few instructions, no call */
         memcpy(p, data, 32);
-    } else if (bytes == 16) { /* in halves, as it was written: a processor cannot forward two stores to one load */
-        const uint64_t low = kvpi_load_u64(from), high = kvpi_load_u64(from + 8);
-        memcpy(p, &low, 8);
-        memcpy(p + 8, &high, 8);
-    } else if (bytes) {
+    else if (bytes == 16)
+        memcpy(p, data, 16);
+    else if (bytes)
         memcpy(p, data, bytes);
-    }
     return p + bytes;
 }
 
@@ -4978,10 +4974,10 @@ static size_t kvpi_key_message(kvpi_chain *c)
 }
 
 /* A block's key is the parent of the next one. */
-KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c, const uint8_t *digest)
+KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c)
 {
     c->parent = c->key, c->parent_bytes = (size_t)c->rule->bytes;
-    c->key = kvpi_put(c->key, digest, c->parent_bytes);
+    c->key += c->parent_bytes;
     c->block++;
 }
 
@@ -5007,20 +5003,24 @@ static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
 static void kvpi_keys_xxh3(kvpi_chain *c)
 {
 #ifdef KVPRIM_XXH3
-    uint8_t digest[32] = {0};
+    const int own = c->d->rule == KVPRIM_KEY_XXH3;
+    const int64_t n = c->d->block_tokens;
+    uint64_t high = own ? kvpi_get_be(c->parent) : 0, low = own ? kvpi_get_be(c->parent + 8) : 0;
     while (c->block < c->blocks) {
-        const size_t bytes = kvpi_key_message(c);
+        uint8_t *const p = c->data;
+        if (own) /* not through memory: a processor cannot forward two stores to one load */
+            kvpi_put_be(p, high), kvpi_put_be(p + 8, low);
+        const size_t bytes = own ? (size_t)(kvpi_put_raw(p + 16, c->d, c->block * n, n) - p) : kvpi_key_message(c);
         if (c->rule->bytes == 16) {
-            const XXH128_hash_t hash = XXH3_128bits(c->data, bytes);
-            kvpi_put_be(digest, hash.high64), kvpi_put_be(digest + 8, hash.low64);
+            const XXH128_hash_t hash = XXH3_128bits(p, bytes);
+            high = hash.high64, low = hash.low64;
+            kvpi_put_be(c->key, high), kvpi_put_be(c->key + 8, low);
         } else {
-            uint64_t own = XXH3_64bits_withSeed(c->data, bytes, c->d->seed ? c->d->seed : 1337);
-            kvpi_put_le(kvpi_put(c->data, c->parent, 8), own);
-            if (c->parent != c->first)
-                own = XXH3_64bits_withSeed(c->data, 16, 1337);
-            kvpi_put_le(digest, own);
+            low = XXH3_64bits_withSeed(p, bytes, c->d->seed ? c->d->seed : 1337);
+            kvpi_put_le(kvpi_put(p, c->parent, 8), low);
+            kvpi_put_le(c->key, c->parent != c->first ? XXH3_64bits_withSeed(p, 16, 1337) : low);
         }
-        kvpi_end_block(c, digest);
+        kvpi_end_block(c);
     }
 #else
     (void)c;
@@ -5043,8 +5043,10 @@ static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvp
         c->from = c->to;
         return 1;
     }
-    if (c->block < c->blocks)
-        kvpi_end_block(c, c->to);
+    if (c->block < c->blocks) {
+        (void)kvpi_put(c->key, c->to, (size_t)c->rule->bytes);
+        kvpi_end_block(c);
+    }
     while (c->block >= c->blocks) {
         if (*next == end)
             return 0;
