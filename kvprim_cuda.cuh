@@ -111,10 +111,12 @@ extern "C" {
    type or out of it, of one layer, without max_sms, if rows, pieces of rows and tiles are made of groups of 8 elements
    that are aligned to their size, or the quantised ones to 4 bytes. Where scales are computed, source rows have at most
    4,096 bytes, and no tile reaches into a second piece; INT8's tiles are 16 to 512 elements, a power of two. V may have
-   K's types and kind of scale, or, beside K with computed scales, consist of bytes in words of 16. Other conversions
-   take one launch each and, if groups of 8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15
-   times. If a side of a transfer is pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of
-   PCIe. No conversion uses the copy engine. */
+   K's types and kind of scale, or, beside K with computed scales, consist of bytes in words of 16; so may the second
+   move of a kvprim_cuda_move whose first is a gather that converts, from the same rows, with no more bytes than the
+   first one writes, both less than 4,096, and without `rejected`. Other conversions take one launch each and, if groups
+   of 8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15 times. If a side of a transfer is
+   pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No conversion uses the copy
+   engine. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -1815,7 +1817,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_count_rejected(p, x);
 }
 
-/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one. */
+/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one, or then
+   a word that is only copied: those of V follow the octets. */
 template <kvprim_dtype to, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
@@ -1852,6 +1855,12 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (has && by_fours)
             v[k] = uint2{(uint32_t)kvpc_load_i32(from), (uint32_t)kvpc_load_i32(from + 4)};
     }
+    const uint32_t word = first + step - p.octets;
+    const bool copies = loads > 1 && word < p.v_words;
+    uint4 copied = {0, 0, 0, 0};
+    if (copies && x.inside)
+        copied =
+            kvpc_load16(kvpc_row_at(kvpc_row_at(p.src[1] + 16 * word, x.row, p.src_stride[1]), page, p.route[1].page));
     if (s.scale_row && x.inside) {
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
         for (uint32_t k = 0; k < loads; k++)
@@ -1877,6 +1886,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (first + k * step < p.octets)
             kvpc_store16(dst + 16 * k * step, uint4{out[0], out[1], out[2], out[3]});
     }
+    if (copies)
+        kvpc_store16(kvpc_row_at(p.route[1].dst + 16 * word, i, p.route[1].dst_stride), copied);
     if (dependence != kvpc_alone && loads > 1)
         kvpc_pdl_trigger();
     if (!x.inside && at == 0)
@@ -3044,6 +3055,18 @@ static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v
            kvpi_bits_of(f.scale_min) == kvpi_bits_of(g.scale_min);
 }
 
+/* Whether a gather of K's octets takes V, too: of the same rows, in words that are only copied. There are no more words
+   than octets, and all are in one part, so that only the second load of a thread may be a word's. */
+static bool kvpc_is_gathered_beside(const kvprim_move *k, const kvprim_move *v)
+{
+    const kvprim_side *const a = &k->src, *const b = &v->src;
+    uint64_t bits = 0;
+    return k->zero && v->zero && !v->rejected && !v->dst.format.dtype && k->count == v->count &&
+           kvpc_is_same_naming(a, b) && a->table.page_rows == b->table.page_rows && b->table.heads == 1 &&
+           kvpc_is_plain(v, &bits) && (bits | (uint64_t)v->row_bytes) % 16 == 0 && v->row_bytes <= 2 * k->row_bytes &&
+           2 * k->row_bytes + v->row_bytes < 16 * 256;
+}
+
 /* What K or V is moved by. Sets the page's divisor, too. */
 static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_convert *p)
 {
@@ -3154,14 +3177,12 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     const kvprim_dtype from = k->src.format.dtype;
     const bool int8 = f.dtype == KVPRIM_INT8, copies = v && !v->dst.format.dtype;
     const uint32_t tables = v && !copies ? 2 : 1;
-    p->octets = p->route[0].octets; /* those of a V that is copied have no tiles */
     p->tile_octets = (uint32_t)(f.tile / 8);
     if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same */
         p->how |= kvpc_divides | kvpc_power_of_two;
     p->least = f.scale_min;
     p->largest = kvpi_largest(f.dtype);
     p->inverse = 1.0f / p->largest;
-    p->v_words = copies ? (uint32_t)(v->row_bytes / 16) : 0;
     const uint64_t bytes = (uint64_t)p->count * (p->octets * tables + p->v_words) * 16;
     const uint32_t loads = kvpc_octets_each(&f, bytes <= kvpc_few_bytes);
     while (p->lanes_shift < 5 && loads << p->lanes_shift < p->tile_octets)
@@ -3187,17 +3208,15 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
-/* Gathers, and stores whose scales are given. Many rows of K alone are moved as two halves, INT8 as K and nothing. */
+/* Gathers, and stores whose scales are given. v: what is copied beside a gather, or NULL. Many rows of K alone are moved as two halves, INT8 as K and nothing. */
 static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
     const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;
     const kvprim_dtype other = (m->zero ? m->dst : m->src).format.dtype;
     const uint64_t bytes = (uint64_t)p->count * (p->route[0].octets + p->route[1].octets) * 16;
     const bool many = bytes > kvpc_few_bytes, halves = !m->zero && alone && many && p->octets % 2 == 0;
-    const uint32_t routes = m->zero                     ? 1
-                            : alone && !halves && !int8 ? 1
-                                                        : 2,
-                   loads = m->zero && (many || int8 || p->how & kvpc_by_fours) ? 2 : 1;
+    const uint32_t routes = m->zero || (alone && !halves && !int8) ? 1 : 2;
+    const uint32_t loads = m->zero && (many || int8 || p->how & kvpc_by_fours || p->v_words) ? 2 : 1;
     for (size_t k = 0; !m->zero && many && k < (alone ? 1 : 2); k++)
         if (m->dst.table.heads == 1 && (p->route[k].dst_stride | 8 * p->route[k].octets) % kvpc_granule_bytes)
             p->route[k].edges = 8 * p->route[k].octets;
@@ -3211,7 +3230,7 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
         p->route[1].dst += 8 * (uint64_t)p->octets;
         p->route[1].octet = p->octets;
     }
-    const uint32_t parts = kvpc_shape_rows(p, 16 * p->octets, loads, routes);
+    const uint32_t parts = kvpc_shape_rows(p, 16 * (p->octets + p->v_words), loads, routes);
     const uint32_t threads = p->block_rows * p->row_threads;
     const kvpc_plain_convert kernel = m->zero ? int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, true, 2)
                                                 : loads == 1
@@ -3227,7 +3246,7 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
 static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *moves, size_t n, kvprim_status *status)
 {
     if (call->launch.max_sms != 0 || n > 2 || !kvpc_is_plain_conversion(&moves[0]) ||
-        (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1])))
+        (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1]) && !kvpc_is_gathered_beside(&moves[0], &moves[1])))
         return false;
     kvpc_convert_tiles p = {};
     for (size_t k = 0; k < n; k++) {
@@ -3238,7 +3257,9 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     kvpc_set_convert(&p, &moves[0]);
     if (n == 2 && moves[1].dst.format.dtype && !kvpc_is_made_of(&moves[1].dst, 8, 8))
         p.how |= kvpc_by_fours;
-    p.octets = p.route[0].octets > p.route[1].octets ? p.route[0].octets : p.route[1].octets;
+    const bool copies = n == 2 && !moves[1].dst.format.dtype;
+    p.v_words = copies ? (uint32_t)(moves[1].row_bytes / 16) : 0;
+    p.octets = copies || p.route[0].octets > p.route[1].octets ? p.route[0].octets : p.route[1].octets;
     *status = moves->dst.format.scale == KVPRIM_SCALE_TILE ? kvpc_run_tiles(call, moves, n == 2 ? &moves[1] : NULL, &p)
                                                            : kvpc_run_scaled(call, moves, n == 1, &p);
     return true;
