@@ -48,19 +48,20 @@
        >>move        checked moves: check once, run often, several in one launch
        >>launch      how kvprim_cuda.cuh runs a call: stream, overlap with the kernel before, share of the GPU
        >>check       the checks alone
-       >>impl_elements   conversions of one element
+       >>impl_rows       where a row starts: index rule, page arithmetic; for kernels, too
+       >>impl_elements   conversions of one element; what a new element type touches
        >>impl        the implementation:
            >>impl_status
            >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
-           >>impl_table           defaults; where a row and a layer start; how far a table reaches
+           >>impl_table           defaults; where a layer starts; how far a table reaches
            >>impl_check           checks of a table
            >>impl_check_format    checks of a side's element type, and of its scales
            >>impl_check_side      checks of one side, its index and `rejected`
            >>impl_check_layers    overlap of layers
-           >>impl_check_areas     whether a row or a scale meets another one
-           >>impl_check_uses      one list of all that a call uses; whether two of them meet; checks of a whole move
+           >>impl_check_areas     the arithmetic of it: whether any row or scale of one area meets one of another
+           >>impl_check_uses      all that a call uses in one list, and the refusal of two that meet (K over V, say)
            >>impl_moves           descriptors into moves
-           >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
+           >>impl_cpu_move        the executor: `rejected`, zero fill, copies
            >>impl_cpu_blocks      conversion of a few elements
            >>impl_cpu_convert     the executor's loop for rows that convert; gather, store, transfer
            >>impl_preset          caches of engines
@@ -833,7 +834,15 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
 
    They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. Those
    of one element have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on
-   such options. */
+   such options.
+
+   A new element type touches
+       here              the enum (>>dtype), kvpi_to_ and kvpi_of_ its name, kvpi_dtype_bytes() to kvpi_to_element(),
+                         KVPRIM_NARROW_LIST and kvpi_converts(); the table of >>format
+       kvprim_cuda.cuh   kvpc_decode_word(), kvpc_encode_word(), KVPRIM_BY_TYPE. Kernels of plain rows know fewer types:
+                         kvpc_is_plain_conversion()
+       kvprim_nccl.h     kvpn_type_of(); if own kernels reduce it, kvpn_has_kernels(), a struct of >>impl_pack, its bit
+                         beside kvpn_is_f32, kvpn_set_what(), kvpn_reduction<kvpn_any>. Its all ones must be a NaN */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_ELEMENTS)) &&             \
     !defined(KVPRIM_ELEMENT)
 
@@ -2264,8 +2273,8 @@ static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
     return area;
 }
 
-/* A side's scales, whose layers are the table's if they lie in its memory. Copies no table: loads of what was just
-   written in other widths took a third of a check. */
+/* A side's scales, whose layers are the table's if they lie in its memory. Sets fields one by one, as copying a table
+   took a third of a check: its wide loads wait for the narrow stores just before them. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
@@ -2675,7 +2684,7 @@ typedef struct kvpi_use {
     const kvprim_side *side;
 } kvpi_use;
 
-enum { kvpi_most_uses = 16 }; /* a store that converts K and V has 13 */
+enum { kvpi_most_uses = 12 }; /* a store that converts K and V has 10, and one that is NULL is written after them */
 
 typedef struct kvpi_uses {
     int count;

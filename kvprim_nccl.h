@@ -35,40 +35,41 @@
        >>impl_protocol    how ranks exchange data: slots, turns, stops
        >>impl_device      parameters of a kernel; loads and stores of slots
        >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
-       >>impl_wait        waiting for slots: polls, the deadline, stop reasons
+       >>impl_wait        where a kernel's wait ends: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, few bytes gathered
+       >>impl_ways        one shot, two shots, scatter, gathers of few bytes
        >>impl_pipeline    between two ranks: one shot of many bytes
        >>impl_parts       a part from each rank to each other one: gathers of many bytes, all-to-alls
        >>impl_kernel      the kernel, and programmatic dependent launch
        >>impl_norm        what follows a sum: the residual and the RMSNorm
        >>impl_norm_few    the same with the sum, of few tokens, as fast as it goes
-       >>impl_norm_kernel the norm's kernels, and which one a call takes
+       >>impl_norm_kernel the norm's kernels, and which form of them a launch takes
 
        Host
-       >>impl_host        errors, time, threads
+       >>impl_host        errors, time, threads; where a host's wait ends
        >>impl_state       states of a communicator, and calls that are inside
        >>impl_slots       slots that ranks of one process share
        >>impl_teardown    the end of NCCL's communicator, on a thread of its own
        >>impl_check       init: arguments, and why kernels are off
        >>impl_exchange    init: what ranks tell each other
        >>impl_peers       init: each other's memory
-       >>impl_choose      which way and which kernel a collective takes, and up to which size
+       >>impl_choose      the table: which way and which kernel a collective takes, and up to which size
        >>impl_load        kernels loaded when a communicator begins; clusters
        >>impl_describe    the text of kvprim_comm_describe
        >>impl_init        init: its steps, its thread, kvprim_comm_init
        >>impl_end         abort and destroy
-       >>impl_watch       kvprim_comm_check, and the deadline of NCCL's collectives
+       >>impl_watch       kvprim_comm_check, and where a wait for NCCL's collectives ends
        >>impl_call        a collective's arguments
        >>impl_launch      collectives by own kernels: which way, which grid
        >>impl_launch_norm the same of the norm's kernels
        >>impl_nccl        collectives by NCCL
        >>impl_group       calls that wait for kvprim_group_end
        >>impl_collective  the public collectives
-       >>impl_norm_call   all_reduce_norm: its arguments, and how a call goes
+       >>impl_norm_call   all_reduce_norm: its arguments, and which kernels a call takes
        >>impl_norm_host   the same on the host
        >>impl_ring        the ring
+       What a new element type touches: kvprim.h's >>impl_elements.
 
    Rules that hold for every function here
        Errors     Arguments are checked before anything is enqueued. After KVPRIM_ERROR_NCCL and _CUDA,
@@ -500,7 +501,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
        word    32 bits
-       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_parts_slots)
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_slots)
        slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
        turn    which of its two sets of slots a block uses in this call: 0 or 1
        area    half of a set: one for tensors, one for sums (two shots); groups alternate between the two
@@ -515,7 +516,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and NaNs in e4m3 and e5m2, and
    are sent as another NaN. So a slot that is not empty holds its pack, without a flag, a fence or a barrier (only
    kvpn_pipeline has fences). The only hardware guarantee it needs is that an aligned 4-byte store becomes visible as a
-   whole. Bytes of any value (>>impl_parts) go 8 to a slot, and each 4 of them stand beside 4 that are zero, as in
+   whole. Bytes of any value (gathers, >>impl_parts) go 8 to a slot, each 4 of them beside 4 that are zero, as in
    NCCL's LL protocol: there 8-byte stores must become visible as a whole. Many bytes go 16 to a slot, and after every
    group of slots one more says which words of the group were all ones.
 
@@ -641,7 +642,7 @@ typedef struct kvpn_params {
     uint32_t what, signs; /* with kvpn_any: the op, the type and the way, see above; a word of -0.0 */
     uint32_t *stop;       /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
-    double share; /* with kvpn_any: 1 / world */
+    double per_rank; /* with kvpn_any: 1 / world */
 } kvpn_params;
 
 /* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
@@ -1080,7 +1081,7 @@ KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
    3 to 8. */
 template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
 {
-    return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.share);
+    return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.per_rank);
 }
 
 /* Reduces a word of each rank, in the order of the ranks. MIN is MAX between two changes of sign. For both, a rank
@@ -3433,6 +3434,7 @@ static void kvpn_register_window(kvpn_init_task *task)
                        of few bytes                                     kvpn_parts_kernel<kvpn_parts_slots<...>>
                        of many                                          kvpn_parts_kernel<kvpn_parts_groups<4, ...>>
                        of more                                          kvpn_parts_kernel<kvpn_parts_groups<6, ...>>
+       all_reduce_norm                                                  kvpn_norm_way_of: >>impl_norm_call
        all else                                                         NCCL */
 #ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
@@ -3441,7 +3443,7 @@ typedef enum kvpn_way {
     kvpn_by_two_shot,
     kvpn_by_scatter,
     kvpn_by_pipeline,
-    kvpn_by_gather, /* these last */
+    kvpn_by_gather, /* from here on bytes are moved, not reduced */
     kvpn_by_parts,
     kvpn_by_parts_many,
     kvpn_by_parts_most,
@@ -3485,17 +3487,17 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
                                      : slots;
 }
 
-/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more
-   ranks; `make nccl-limits` measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other
-   numbers need another kvpn_protocol. */
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more ranks; `make nccl-limits`
+   measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other numbers need another
+   kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t norm_one_shot; /* of kvprim_all_reduce_norm, a rank's addend */
     size_t scatter;       /* what each rank sends */
-    /* world times the largest part that one rank sends to another. parts, parts_many: where the next way begins. Then
-       how many an exchange may have, if all of these are equal and if they are not; a gather of equal ones; and one of
-       equal ones that are no multiple of 16 */
-    size_t parts, parts_many, parts_even, parts_uneven, gather, gather_odd;
+    /* world times the largest part that one rank sends to another */
+    size_t parts, parts_many;        /* by kvpn_parts_slots; by groups of 4 packs */
+    size_t parts_even, parts_uneven; /* by own kernels at all: of equal parts; of others, in a gather too */
+    size_t gather, gather_odd;       /* ... in a gather of equal parts: of multiples of 16 bytes; of others */
 } kvpn_limits;
 
 enum { kvpn_few_gathered = 256 << 10 }; /* bytes that a rank receives by kvpn_gather_all, at most */
@@ -3533,8 +3535,8 @@ static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op
             dtype == KVPRIM_F8E5M2);
 }
 
-/* What each rank gives: more than this goes in a stream, between two ranks. Measured on 2 H200s with 32, 64 and 128
-   blocks: at the limit a stream takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
+/* What each rank gives: between two ranks, more than this goes through a pipeline. Measured on 2 H200s with 32, 64 and
+   128 blocks: at the limit a pipeline takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
 static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
 {
     const size_t few = scatters ? 16 << 20 : 8 << 20, half = 16 << 20, many = scatters ? 24 << 20 : 48 << 20;
@@ -4583,7 +4585,7 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
                                                       : kvpn_is_e5m2;
     p->what = ops[c->op_or_peer] | type | (way == kvpn_by_two_shot ? kvpn_shares : 0);
     p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
-    p->share = 1.0 / c->comm->world;
+    p->per_rank = 1.0 / c->comm->world;
 }
 
 /* Reduces in one launch, or in several if the tensor is larger than the slots. */
@@ -4748,10 +4750,10 @@ static kvpn_norm_params kvpn_make_few_params(const kvprim_comm *comm, const kvpr
     kvpn_norm_params p = kvpn_make_norm_params(d);
     p.share_bits = kvpn_few_share_bits(comm, p.row_packs, d->tokens);
     *threads = kvpn_few_threads(p.row_packs, p.share_bits);
-    const uint32_t groups = comm->blocks >> p.share_bits,
+    const uint32_t clusters = comm->blocks >> p.share_bits,
                    fit = p.share_bits ? 1 : kvpn_max_threads_for(comm->world) / *threads,
                    rows = fit < kvpn_norm_max_rows ? fit : (uint32_t)kvpn_norm_max_rows;
-    p.block_packs = (p.tokens + groups - 1) / groups;
+    p.block_packs = (p.tokens + clusters - 1) / clusters;
     p.rows = p.block_packs < rows ? p.block_packs : rows;
     *blocks = (p.tokens + p.block_packs - 1) / p.block_packs << p.share_bits;
     return p;
