@@ -2317,18 +2317,12 @@ static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the status unless it is KVPRIM_OK. */
-#define KVPRIM_TRY(call)                                                                                               \
-    do {                                                                                                               \
-        const kvprim_status try_status = (call);                                                                       \
-        if (try_status != KVPRIM_OK)                                                                                   \
-            return try_status;                                                                                         \
-    } while (0)
-
-/* Every error of kvprim.h begins with "kvprim_": "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
-static kvprim_status kvpc_fail_check(kvprim_status status)
+/* The status of a check in kvprim.h, whose errors begin with "kvprim_": "kvprim_gather: ..." becomes
+   "kvprim_cuda_gather: ...". */
+static kvprim_status kvpc_checked(kvprim_status status)
 {
-    return kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
+    return status == KVPRIM_OK ? status
+                               : kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
 }
 
 /* A call on its way to the GPU. */
@@ -4197,9 +4191,8 @@ static bool kvpc_splits_launch(const kvpc_call *call, const kvprim_move *moves, 
 static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
 {
-    if (checked != KVPRIM_OK)
-        return kvpc_fail_check(checked);
     uint64_t bits = 0;
+    KVPRIM_TRY(kvpc_checked(checked));
     while (n > 0 && moves[n - 1].count == 0) /* K only, say */
         n--;
     if (n == 0)
@@ -4815,15 +4808,13 @@ static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvp
                                      const kvprim_cuda_launch *launch)
 {
     if (!desc)
-        return kvpc_fail_check(check(desc));
+        return kvpc_checked(check(desc));
     const Desc d = *desc;
     kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
     if (d.count == 0)
         return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, check);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
     kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, check)));
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     KVPRIM_TRY(kvpc_check_ends(function, &job, &d));
     return kvpc_unpack_fragments(&call, &job);
@@ -4879,10 +4870,8 @@ template <class Desc>
 static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvprim_status (*check)(const Desc *),
                                      const kvprim_cuda_launch *launch)
 {
-    const kvprim_status status = check(desc);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
     kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(check(desc)));
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     return desc->count == 0 ? KVPRIM_OK : kvpc_run_meta(&call, NULL);
 }
@@ -5193,12 +5182,10 @@ KVPRIM_API kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc, const 
 {
     KVPRIM_RANGE("kvprim_cuda_slots");
     kvprim_slots_desc d;
-    const kvprim_status status = kvprim_slots_check(desc, &d);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_slots_check(desc, &d)));
     if (d.count == 0)
         return KVPRIM_OK;
-    kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_slots", launch));
     KVPRIM_TRY(kvpc_check_slots_memory(call.function, &d));
     return kvpc_run_slots(&call, &d);
@@ -5231,12 +5218,10 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
 KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_unpack_meta");
-    const kvprim_status status = kvprim_unpack_meta_check(desc);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_unpack_meta_check(desc)));
     if (desc->max_count == 0)
         return KVPRIM_OK;
-    kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack_meta", launch));
     KVPRIM_TRY(kvpc_check_meta_memory(call.function, desc));
     return kvpc_run_meta(&call, desc);
@@ -5248,7 +5233,6 @@ KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kv
     return kvpc_run_unpack("kvprim_cuda_copy", desc, kvprim_copy_check, launch);
 }
 
-#undef KVPRIM_TRY
 #endif /* implementation */
 
 /* Copyright (c) 2026 the kvprim authors, under the MIT License: its text ends kvprim.h, which this header needs. */

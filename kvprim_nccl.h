@@ -597,7 +597,6 @@ enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 #define KVPRIM_NCCL_UNROLL_BY(n)
 #endif
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
-#define KVPRIM_NCCL_LIKELY(condition) __builtin_expect(!!(condition), 1)
 
 enum {
     /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
@@ -2502,7 +2501,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     do {
         kvpn_few_look_ahead(p, me, t, later);
         const bool here = kvpn_few_poll<T>(p, me, t, a);
-        if (KVPRIM_NCCL_LIKELY(__all_sync(0xffffffff, here))) {
+        if (KVPRIM_LIKELY(__all_sync(0xffffffff, here))) {
             t.r[0] = kvpn_few_sum<T>(p, a);
         } else {
             if (here || kvpn_few_wait(p, me, a))
@@ -2629,15 +2628,9 @@ static kvprim_status kvpn_nccl_status(const char *function, const char *call, nc
                        detail ? detail : "");
 }
 
-/* Leaves the function with the status unless all is well. `f` is the name of the public function. */
-#define KVPRIM_NCCL_TRY(call)                                                                                          \
-    do {                                                                                                               \
-        const kvprim_status try_status = (call);                                                                       \
-        if (try_status != KVPRIM_OK)                                                                                   \
-            return try_status;                                                                                         \
-    } while (0)
-#define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_NCCL_TRY(kvpn_cuda_status(f, #call, call))
-#define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_NCCL_TRY(kvpn_nccl_status(f, #call, call))
+/* Leave the function with the status unless all is well. `f` is the name of the public function. */
+#define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_TRY(kvpn_cuda_status(f, #call, call))
+#define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_TRY(kvpn_nccl_status(f, #call, call))
 
 /* Since some fixed time. */
 static int64_t kvpn_now_us(void)
@@ -2727,7 +2720,7 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
     ncclUniqueId id;
     if (!out)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", __func__);
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(__func__, "ncclGetUniqueId", ncclGetUniqueId(&id)));
+    KVPRIM_TRY(kvpn_nccl_status(__func__, "ncclGetUniqueId", ncclGetUniqueId(&id)));
     memcpy(out->bytes, id.internal, sizeof out->bytes);
     return KVPRIM_OK;
 }
@@ -3169,11 +3162,11 @@ static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *task)
     const kvprim_comm *const comm = &task->comm;
     const size_t one = task->exchange_bytes, all = one * (size_t)comm->world;
     char *const scratch = (char *)comm->scratch;
-    KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, scratch + all, &task->mine, one));
+    KVPRIM_TRY(kvpn_copy_and_wait(comm, scratch + all, &task->mine, one));
     if (kvpn_is_cancelled(task)) /* while it copied; kvpn_exchange_infos reports it */
         return KVPRIM_OK;
     const ncclResult_t result = ncclAllGather(scratch + all, scratch, one, ncclChar, comm->nccl, comm->stream);
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
+    KVPRIM_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
     if (comm->window) /* see kvpn_run_teardown */
         KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(comm->teardown->watch[0], comm->stream));
     return kvpn_copy_and_wait(comm, task->all, scratch, all);
@@ -3220,7 +3213,7 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status sta
     if (kvpn_is_cancelled(task)) /* then they may be old: NCCL was ended, and did not say so */
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "kvprim_comm_init: cancelled");
     for (int r = 0; r < task->comm.world; r++) {
-        KVPRIM_NCCL_TRY(
+        KVPRIM_TRY(
             kvpn_check_hello(&task->mine.hello, (const kvpn_hello *)((const char *)task->all + bytes * (size_t)r), r));
         if (bytes == sizeof task->mine && !task->off_reason && !task->all[r].has_kernels)
             task->off_reason = "another rank's kernels are off";
@@ -3720,17 +3713,8 @@ static void kvpn_load_kernels(kvpn_init_task *task)
     /* kernels_wait: compiled for 9.0 or newer, without which a cluster has no instructions */
     task->mine.clusters = loaded && kvpn_load_norms(task) && task->kernels_wait && kvpn_can_cluster(&task->comm);
 #endif
-    task->mine.has_kernels = !task->off_reason;
     (void)cudaGetLastError();
 }
-
-/* Older drivers cannot capture launches with programmatic dependent launch. */
-static bool kvpn_can_capture_pdl(void)
-{
-    int driver;
-    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
-}
-
 #endif
 
 /* What kvprim_all_reduce_norm needs whether or not own kernels sum: the norm alone, loaded, and memory for sums. */
@@ -3821,7 +3805,7 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
         KVPRIM_NCCL_TRY_NCCL(ncclCommCuDevice(comm->nccl, &device));
     } else if (!kvpn_is_cancelled(task)) { /* kvpn_start_teardown ends it if it waits: NCCL has no other way */
         const ncclResult_t result = ncclCommInitRank(&comm->nccl, world, id, rank);
-        KVPRIM_NCCL_TRY(
+        KVPRIM_TRY(
             kvpn_nccl_status(f, "ncclCommInitRank", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
     }
     task->can_exchange = comm->nccl && (task->can_exchange || world == comm->world);
@@ -3840,7 +3824,9 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     if (task->off_reason)
         kvpn_free_slots(comm);
 #ifdef KVPRIM_NCCL_KERNELS
-    comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait && kvpn_can_capture_pdl();
+    int driver = 0; /* older ones cannot capture launches with programmatic dependent launch */
+    comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait &&
+                cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 #endif
     if (comm->deterministic && comm->world > 1 && !comm->peer[0])
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
@@ -3863,7 +3849,7 @@ static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
     const kvprim_comm *const comm = &task->comm;
     uint64_t nonces[kvpn_max_world];
     if (!task->off_reason)
-        KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces));
+        KVPRIM_TRY(kvpn_copy_and_wait(comm, nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces));
     for (int r = 0; r < comm->world && !task->off_reason; r++)
         if (nonces[r] != task->all[r].nonce)
             task->off_reason = "another rank's copy to this rank's memory did not arrive";
@@ -3878,15 +3864,15 @@ static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
     const size_t all = sizeof task->mine;
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_make_nccl(task), sizeof task->mine.hello));
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_prepare_rank(task), all));
-    KVPRIM_NCCL_TRY(kvpn_compare_ranks(task));
+    KVPRIM_TRY(kvpn_exchange_infos(task, kvpn_make_nccl(task), sizeof task->mine.hello));
+    KVPRIM_TRY(kvpn_exchange_infos(task, kvpn_prepare_rank(task), all));
+    KVPRIM_TRY(kvpn_compare_ranks(task));
     kvpn_find_links(task);
     kvpn_connect_peers(task);
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, KVPRIM_OK, all));
+    KVPRIM_TRY(kvpn_exchange_infos(task, KVPRIM_OK, all));
     const kvprim_status s = kvpn_finish_rank(task);
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s, all));
+    KVPRIM_TRY(kvpn_exchange_infos(task, s, all));
     return kvpn_decide(task);
 }
 
@@ -4017,7 +4003,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     const char *const f = "kvprim_comm_init";
     KVPRIM_RANGE(f);
     int device;
-    KVPRIM_NCCL_TRY(kvpn_check_comm_desc(comm, desc));
+    KVPRIM_TRY(kvpn_check_comm_desc(comm, desc));
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : kvpn_default_init_timeout_ms;
     kvpn_init_task *const task = kvpn_new_init_task(desc, device);
@@ -4056,7 +4042,7 @@ static void *kvpn_notify_ranks(void *argument)
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
     KVPRIM_RANGE(__func__);
-    KVPRIM_NCCL_TRY(kvpn_check_process(__func__, comm));
+    KVPRIM_TRY(kvpn_check_process(__func__, comm));
     if (kvpn_enter(comm, kvpn_initialising, kvpn_aborted)) {
         (void)kvpn_wait_until(&comm->state, 0, kvpn_cancel_ms + kvpn_nccl_ms + kvpn_calls_ms);
         kvpn_leave(comm);
@@ -4102,7 +4088,7 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     const char *const f = "kvprim_comm_destroy";
     KVPRIM_RANGE(f);
     int device = 0;
-    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
+    KVPRIM_TRY(kvpn_check_process(f, comm));
     if (!kvpn_enter(comm, kvpn_alive, kvpn_destroying) && !kvpn_enter(comm, kvpn_aborted, kvpn_destroying))
         return kvpn_fail_not_alive(f, comm);
     (void)cudaGetDevice(&device);
@@ -4188,9 +4174,9 @@ static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
     const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     cudaError_t error = cudaSuccess;
     ncclResult_t result = ncclSuccess;
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(function, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result)));
+    KVPRIM_TRY(kvpn_nccl_status(function, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result)));
     if (result != ncclInProgress)
-        KVPRIM_NCCL_TRY(kvpn_nccl_status(function, "an earlier collective", result));
+        KVPRIM_TRY(kvpn_nccl_status(function, "an earlier collective", result));
     int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
     const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
     if (error != cudaSuccess)
@@ -4210,10 +4196,10 @@ static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
 
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
 {
-    KVPRIM_NCCL_TRY(kvpn_check_process(__func__, comm));
+    KVPRIM_TRY(kvpn_check_process(__func__, comm));
     if (kvpn_has_state(comm, kvpn_initialising))
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    KVPRIM_TRY(kvpn_enter_alive(__func__, comm));
     const kvprim_status stopped = kvpn_check_stop(__func__, comm),
                         s = stopped != KVPRIM_OK ? stopped : kvpn_check_nccl(__func__, comm);
     kvpn_leave(comm);
@@ -4280,6 +4266,7 @@ typedef struct kvpn_call {
     const void *send;
     size_t count, recv_count, send_count; /* recv_count or send_count 0: there is no such side */
     const size_t *counts;                 /* of all_gatherv and all_to_allv; count is then the largest of them */
+    const kvprim_norm_desc *norm;         /* of all_reduce_norm */
     kvprim_dtype dtype;
     int op_or_peer;
     cudaStream_t stream;
@@ -4379,11 +4366,11 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
     if (device != c->comm->device)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator is on device %d", f,
                            device, (int)c->comm->device);
-    KVPRIM_NCCL_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
+    KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
     c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
-        KVPRIM_NCCL_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
+        KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
         if (device != c->comm->device)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                                "%s: stream belongs to device %d, the communicator is on device %d", f, device,
@@ -4455,11 +4442,11 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     }
     c->type = c->kind > kvpn_reduce_scatter && type.bytes == 1 ? ncclUint8 : (ncclDataType_t)type.nccl;
     c->element = type.bytes;
-    KVPRIM_NCCL_TRY(kvpn_check_device(c));
-    KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "recv", c->recv, c->recv_count));
-    KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "send", c->send, c->send_count));
+    KVPRIM_TRY(kvpn_check_device(c));
+    KVPRIM_TRY(kvpn_check_pointer(c, "recv", c->recv, c->recv_count));
+    KVPRIM_TRY(kvpn_check_pointer(c, "send", c->send, c->send_count));
     if (c->recv_count && c->send_count)
-        KVPRIM_NCCL_TRY(kvpn_check_aliasing(c));
+        KVPRIM_TRY(kvpn_check_aliasing(c));
     return kvpn_check_stop(c->function, c->comm);
 }
 
@@ -4532,8 +4519,8 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way,
 
 /* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
    was before it. */
-static kvprim_status kvpn_launch_clusters(const kvpn_call *c, const void *kernel, uint32_t blocks, uint32_t cluster,
-                                          dim3 threads, void *params)
+static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, uint32_t cluster,
+                                        dim3 threads, void *params)
 {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
@@ -4548,15 +4535,9 @@ static kvprim_status kvpn_launch_clusters(const kvpn_call *c, const void *kernel
     }
     if (cluster > 1)
         kvpn_set_cluster(&attributes[config.numAttrs++], cluster);
-    KVPRIM_NCCL_TRY(kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, kernel, args)));
+    KVPRIM_TRY(kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, kernel, args)));
     c->comm->after_nccl &= ~kvpn_after_nccl_bit(c);
     return KVPRIM_OK;
-}
-
-static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, dim3 threads,
-                                        void *params)
-{
-    return kvpn_launch_clusters(c, kernel, blocks, 1, threads, params);
 }
 
 /* What depends on the communicator alone: where its ranks and their slots are, and how long to wait for them. */
@@ -4606,8 +4587,7 @@ static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
         p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
         const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | p.pitch | p.count) % 16 == 0;
-        KVPRIM_NCCL_TRY(
-            kvpn_launch_kernel(c, kvpn_kernel_of(way, type, comm->world, whole), blocks, dim3(threads), &p));
+        KVPRIM_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, type, comm->world, whole), blocks, 1, dim3(threads), &p));
     }
     return KVPRIM_OK;
 }
@@ -4654,7 +4634,7 @@ static kvprim_status kvpn_launch_gather(const kvpn_call *c, size_t bytes)
     p.packs = p.slice_packs = (uint32_t)((bytes + 7) / 8);
     kvpn_set_grid(c->comm, &p, kvpn_by_gather, &blocks, &threads);
     const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | bytes) % 8 == 0;
-    return kvpn_launch_kernel(c, kvpn_kernel_of(kvpn_by_gather, KVPRIM_U8, c->comm->world, whole), blocks,
+    return kvpn_launch_kernel(c, kvpn_kernel_of(kvpn_by_gather, KVPRIM_U8, c->comm->world, whole), blocks, 1,
                               dim3(threads), &p);
 }
 
@@ -4682,8 +4662,8 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
         uint32_t threads;
         p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
         kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
-        KVPRIM_NCCL_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, c->dtype, comm->world, whole), p.blocks,
-                                           dim3(threads, kvpn_roles_of(way, comm->world)), &p));
+        KVPRIM_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, c->dtype, comm->world, whole), p.blocks, 1,
+                                      dim3(threads, kvpn_roles_of(way, comm->world)), &p));
     }
     return KVPRIM_OK;
 }
@@ -4764,8 +4744,8 @@ static kvprim_status kvpn_launch_few(const kvpn_call *c, const kvprim_norm_desc 
     uint32_t blocks, threads;
     kvpn_norm_params p = kvpn_make_few_params(c->comm, d, &blocks, &threads);
     kvpn_set_ranks(c->comm, &p);
-    return kvpn_launch_clusters(c, kvpn_pick_few(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
-                                1u << p.share_bits, dim3(threads, p.rows), &p);
+    return kvpn_launch_kernel(c, kvpn_pick_few(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
+                              1u << p.share_bits, dim3(threads, p.rows), &p);
 }
 
 /* All that follows the sum, which is d->send. */
@@ -4773,7 +4753,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
 {
     const uint32_t row_packs = (uint32_t)(d->hidden / 8), most = kvpn_norm_is<kvpn_norm_alone>::packs;
     kvpn_norm_params p = kvpn_make_norm_params(d);
-    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype), p.tokens,
+    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype), p.tokens, 1,
                               dim3(kvpn_few_threads((row_packs + most - 1) / most, 0)), &p);
 }
 #endif
@@ -4886,7 +4866,7 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
     const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     const ncclResult_t result = kvpn_wait_for_nccl(comm->nccl, enqueue(c), &comm->state, kvpn_alive);
     (void)kvpn_set_capture_mode(mode); /* to change it twice takes 80 ns */
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(c->function, name, result));
+    KVPRIM_TRY(kvpn_nccl_status(c->function, name, result));
     if (!c->captured)
         kvpn_record_watch_event(comm, c->stream);
     else
@@ -4926,7 +4906,7 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
                            c->function);
     if (c->count == 0)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_check_call(c));
+    KVPRIM_TRY(kvpn_check_call(c));
     if (group->calls_count > 0 && c->stream != group->stream)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is %p, but the group's earlier calls are on %p",
                            c->function, (void *)c->stream, (void *)group->stream);
@@ -4951,14 +4931,14 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
     if (group->calls_count == 0)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_check_device(&c));
-    KVPRIM_NCCL_TRY(kvpn_check_stop(f, comm));
+    KVPRIM_TRY(kvpn_check_device(&c));
+    KVPRIM_TRY(kvpn_check_stop(f, comm));
     return kvpn_enqueue_watched(&c, kvpn_in_group, kvpn_enqueue_group);
 }
 
 KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
 {
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    KVPRIM_TRY(kvpn_enter_alive(__func__, comm));
     kvpn_open_group *const group = &comm->teardown->group;
     const bool nested = group->open != 0;
     if (!nested)
@@ -4971,7 +4951,7 @@ KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
 KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
 {
     KVPRIM_RANGE(__func__);
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    KVPRIM_TRY(kvpn_enter_alive(__func__, comm));
     const kvprim_status s = kvpn_run_group(__func__, comm);
     comm->teardown->group.open = 0;
     kvpn_leave(comm);
@@ -4993,10 +4973,10 @@ static void kvpn_simplify_counts(kvpn_call *c)
 static kvprim_status kvpn_run_call(kvpn_call *c)
 {
     if (c->kind == kvpn_all_gatherv || c->kind == kvpn_all_to_allv)
-        KVPRIM_NCCL_TRY(kvpn_check_counts(c));
+        KVPRIM_TRY(kvpn_check_counts(c));
     if (c->count == 0)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_check_call(c));
+    KVPRIM_TRY(kvpn_check_call(c));
     kvpn_simplify_counts(c);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
@@ -5010,21 +4990,26 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
     return kvpn_run_nccl(c);
 }
 
+/* Runs a call, or keeps it if a group is open. */
+static kvprim_status kvpn_run_or_keep(kvpn_call *c, kvprim_status (*run)(kvpn_call *))
+{
+    KVPRIM_TRY(kvpn_enter_alive(c->function, c->comm));
+    kvpn_open_group *const group = &c->comm->teardown->group;
+    const kvprim_status s = group->open ? kvpn_add_to_group(group, c) : run(c);
+    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
+    kvpn_leave(c->comm);
+    return s;
+}
+
 /* counts: of all_gatherv and all_to_allv. */
 static kvprim_status kvpn_collective(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv,
                                      const void *send, size_t count, const size_t *counts, kvprim_dtype dtype,
                                      int op_or_peer, cudaStream_t stream)
 {
     KVPRIM_RANGE(function);
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(function, comm);
     kvpn_call c = kvpn_make_call(kind, function, comm, recv, send, count, dtype, op_or_peer, stream);
-    kvpn_open_group *const group = &comm->teardown->group;
     c.counts = counts;
-    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_call(&c);
-    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
-    kvpn_leave(comm);
-    return s;
+    return kvpn_run_or_keep(&c, kvpn_run_call);
 }
 
 KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
@@ -5097,12 +5082,6 @@ typedef struct kvpn_norm_tensor {
 
 enum { kvpn_norm_input = 0, kvpn_norm_send = 1, kvpn_norm_residual = 2, kvpn_norm_output = 4 };
 enum { kvpn_norm_tensors = 7 }; /* without the addends */
-
-static kvpn_norm_tensor kvpn_norm_addend(const kvprim_norm_desc *d, const char *name, const void *data)
-{
-    const kvpn_norm_tensor t = {name, data, d->send_stride, d->tokens, d->hidden, 2, 16, kvpn_norm_send, 0};
-    return t;
-}
 
 static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *list)
 {
@@ -5223,27 +5202,28 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
                                      bool on_host)
 {
     kvpn_norm_tensor list[kvpn_norm_tensors];
-    KVPRIM_NCCL_TRY(kvpn_check_norm_fields(f, d));
+    KVPRIM_TRY(kvpn_check_norm_fields(f, d));
     if (d->tokens == 0)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_check_norm_outputs(f, d));
+    KVPRIM_TRY(kvpn_check_norm_outputs(f, d));
     kvpn_list_norm_tensors(d, list);
     for (int k = 0; k < kvpn_norm_tensors; k++)
-        KVPRIM_NCCL_TRY(kvpn_check_norm_tensor(f, &list[k], on_host));
+        KVPRIM_TRY(kvpn_check_norm_tensor(f, &list[k], on_host));
     for (int k = 0; k < kvpn_norm_tensors; k++)
         for (int other = 0; other < kvpn_norm_tensors && list[k].is == kvpn_norm_output; other++)
             if (other > k || (other != k && list[other].is != kvpn_norm_output))
-                KVPRIM_NCCL_TRY(kvpn_check_norm_overlap(f, &list[k], &list[other]));
+                KVPRIM_TRY(kvpn_check_norm_overlap(f, &list[k], &list[other]));
     for (int32_t r = 0; r < world; r++) {
         char name[24];
         (void)snprintf(name, sizeof name, on_host ? "sends[%d]" : "desc->send", (int)r);
-        const kvpn_norm_tensor addend = kvpn_norm_addend(d, name, sends[r]);
+        const kvpn_norm_tensor addend = {name, sends[r], d->send_stride, d->tokens, d->hidden,
+                                         2,    16,       kvpn_norm_send, 0};
         if (!sends[r])
             return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, name);
-        KVPRIM_NCCL_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
+        KVPRIM_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
         for (int k = 0; k < kvpn_norm_tensors; k++)
             if (list[k].is == kvpn_norm_output)
-                KVPRIM_NCCL_TRY(kvpn_check_norm_overlap(f, &list[k], &addend));
+                KVPRIM_TRY(kvpn_check_norm_overlap(f, &list[k], &addend));
     }
     return KVPRIM_OK;
 }
@@ -5303,9 +5283,9 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
     }
     if (c->comm->peer[0]) { /* whatever all_reduce_limit is */
         const kvpn_way way = kvpn_choose_sum(c->comm, false, bytes, d->dtype, KVPRIM_SUM);
-        KVPRIM_NCCL_TRY(kvpn_launch_reduction(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
+        KVPRIM_TRY(kvpn_launch_reduction(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
     } else {
-        KVPRIM_NCCL_TRY(kvpn_run_nccl(&sum));
+        KVPRIM_TRY(kvpn_run_nccl(&sum));
     }
     return kvpn_launch_norm_alone(c, &rest);
 }
@@ -5338,25 +5318,26 @@ static kvprim_status kvpn_launch_norm_by(const kvpn_call *c, const kvprim_norm_d
 {
     for (int64_t first = 0; first < d->tokens; first += most) {
         const kvprim_norm_desc part = kvpn_norm_part(d, first, d->tokens - first < most ? d->tokens - first : most);
-        KVPRIM_NCCL_TRY(way(c, &part));
+        KVPRIM_TRY(way(c, &part));
     }
     return KVPRIM_OK;
 }
 #endif
 
-static kvprim_status kvpn_run_norm(kvpn_call *c, const kvprim_norm_desc *desc)
+static kvprim_status kvpn_run_norm(kvpn_call *c)
 {
     const char *const f = c->function;
+    const kvprim_norm_desc *const desc = c->norm;
     if (!desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", f);
-    KVPRIM_NCCL_TRY(kvpn_check_norm(f, desc, &desc->send, 1, false));
+    KVPRIM_TRY(kvpn_check_norm(f, desc, &desc->send, 1, false));
     if (desc->tokens == 0)
         return KVPRIM_OK;
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     c->send = d.send, c->dtype = d.dtype, c->element = kvpn_type_of(d.dtype).bytes;
     c->type = (ncclDataType_t)kvpn_type_of(d.dtype).nccl, c->count = (size_t)(d.tokens * d.hidden);
-    KVPRIM_NCCL_TRY(kvpn_check_device(c));
-    KVPRIM_NCCL_TRY(kvpn_check_stop(f, c->comm));
+    KVPRIM_TRY(kvpn_check_device(c));
+    KVPRIM_TRY(kvpn_check_stop(f, c->comm));
 #if defined(KVPRIM_NCCL_KERNELS) && !defined(KVPRIM_NO_NORM)
     int64_t most;
     const kvpn_norm_way way = kvpn_norm_way_of(c->comm, &d, &most);
@@ -5375,13 +5356,8 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_
     kvpn_call c = kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce_norm", comm, NULL, NULL, 0, KVPRIM_BF16,
                                  (int)KVPRIM_SUM, stream);
     KVPRIM_RANGE(c.function);
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(c.function, comm);
-    kvpn_open_group *const group = &comm->teardown->group;
-    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_norm(&c, desc);
-    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
-    kvpn_leave(comm);
-    return s;
+    c.norm = desc;
+    return kvpn_run_or_keep(&c, kvpn_run_norm);
 }
 
 /* >>impl_norm_host -------------------------------------------------------------------------------------------------
@@ -5533,7 +5509,7 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
     if (world < 1)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
-    KVPRIM_NCCL_TRY(kvpn_check_norm(f, desc, sends, world, true));
+    KVPRIM_TRY(kvpn_check_norm(f, desc, sends, world, true));
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     for (int64_t token = 0; token < d.tokens; token++)
         kvpn_host_norm(&d, sends, world, token);
@@ -5603,9 +5579,9 @@ KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_d
 {
     const char *const f = "kvprim_ring_init";
     cudaError_t error = cudaSuccess;
-    KVPRIM_NCCL_TRY(kvpn_check_ring_desc(f, ring, desc));
+    KVPRIM_TRY(kvpn_check_ring_desc(f, ring, desc));
     kvpn_call c = kvpn_make_call(kvpn_send, f, desc->comm, NULL, NULL, 0, KVPRIM_U8, 0, desc->stream);
-    KVPRIM_NCCL_TRY(kvpn_check_device(&c)); /* events of another device would fail later */
+    KVPRIM_TRY(kvpn_check_device(&c)); /* events of another device would fail later */
     if (ring->self != ring)
         memset(ring, 0, sizeof *ring);
     ring->desc = *desc, ring->begun = ring->ended = ring->freed = 0;
@@ -5620,7 +5596,7 @@ KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_d
 KVPRIM_API kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot)
 {
     const char *const f = "kvprim_ring_claim";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, 1, kvpn_ring_sends));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, slot, 1, kvpn_ring_sends));
     const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     *slot = NULL;
     if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
@@ -5634,14 +5610,14 @@ KVPRIM_API kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st
 KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream)
 {
     const char *const f = "kvprim_ring_send";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, bytes, kvpn_ring_sends));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, ring, bytes, kvpn_ring_sends));
     const uint64_t k = ring->ended % (uint64_t)ring->desc.slots;
     if (ring->ended == ring->begun)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is claimed", f);
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], kvpn_stream(stream)));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(ring->desc.stream, ring->filled[k], 0));
-    KVPRIM_NCCL_TRY(kvprim_send(ring->desc.comm, (char *)ring->desc.memory + k * ring->desc.slot_bytes, bytes,
-                                KVPRIM_U8, ring->desc.peer, ring->desc.stream));
+    KVPRIM_TRY(kvprim_send(ring->desc.comm, (char *)ring->desc.memory + k * ring->desc.slot_bytes, bytes, KVPRIM_U8,
+                           ring->desc.peer, ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->finished[k], ring->desc.stream));
     ring->ended++;
     return KVPRIM_OK;
@@ -5650,7 +5626,7 @@ KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struc
 KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 {
     const char *const f = "kvprim_ring_credit";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
     if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, n,
                            (int)(ring->ended - ring->freed));
@@ -5661,12 +5637,12 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream, void **slot)
 {
     const char *const f = "kvprim_ring_recv";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, bytes, kvpn_ring_receives));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, slot, bytes, kvpn_ring_receives));
     const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     char *const at = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
     if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: all slots are in use: the sender had no credit", f);
-    KVPRIM_NCCL_TRY(kvprim_recv(ring->desc.comm, at, bytes, KVPRIM_U8, ring->desc.peer, ring->desc.stream));
+    KVPRIM_TRY(kvprim_recv(ring->desc.comm, at, bytes, KVPRIM_U8, ring->desc.peer, ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(kvpn_stream(stream), ring->filled[k], 0));
     ring->begun++, *slot = at;
@@ -5676,7 +5652,7 @@ KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struc
 KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_st *stream)
 {
     const char *const f = "kvprim_ring_release";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_receives));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_receives));
     if (ring->ended == ring->begun)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is received", f);
     KVPRIM_NCCL_TRY_CUDA(
@@ -5688,7 +5664,7 @@ KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_
 KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
 {
     const char *const f = "kvprim_ring_take";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, n, 1, kvpn_ring_receives));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, n, 1, kvpn_ring_receives));
     for (*n = 0; ring->freed < ring->ended; ring->freed++, ++*n) {
         const cudaError_t done = kvpn_query_event(ring->finished[ring->freed % (uint64_t)ring->desc.slots]);
         if (done != cudaSuccess)
@@ -5697,7 +5673,6 @@ KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
     return KVPRIM_OK;
 }
 
-#undef KVPRIM_NCCL_TRY
 #undef KVPRIM_NCCL_TRY_CUDA
 #undef KVPRIM_NCCL_TRY_NCCL
 #undef KVPRIM_NCCL_LOAD
