@@ -1871,12 +1871,11 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
                                               : 0;
 }
 
-/* Where the last byte of rows 0 to `rows` - 1 ends. A whole page may reach further than a last one that is not full. */
+/* Where the last byte of rows 0 to `rows` - 1 ends; rows > 0. A whole page may reach further than a last one that is not
+   full. */
 static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_bytes)
 {
     const uint64_t used = (uint64_t)rows, page_rows = (uint64_t)t->page_rows, stride = (uint64_t)t->stride;
-    if (used == 0)
-        return 0;
     uint64_t last = kvpi_mul(used - 1, stride);
     if (page_rows) {
         const uint64_t page = (used - 1) / page_rows, in_last = kvpi_mul((used - 1) % page_rows, stride);
@@ -2059,7 +2058,7 @@ static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
     const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = used ? (used - 1) * stride + row_bytes : 0;
+    side->bytes = (used - 1) * stride + row_bytes;
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)kvpi_mul(rows, stride);
     return KVPRIM_OK;
@@ -2302,8 +2301,8 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 /* From an area's first byte to its last, of one layer or of all. */
 static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
 {
-    const uint64_t reach = kvpi_reach(&a->table, a->rows, a->row_bytes);
-    return reach ? kvpi_add(reach, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride)) : 0;
+    const uint64_t one = kvpi_reach(&a->table, a->rows, a->row_bytes);
+    return kvpi_add(one, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride));
 }
 
 /* Scales are aligned, lie apart from each other if they are written, and inside their memory if its size is known. In
@@ -2357,7 +2356,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
     if (side->table.bytes && reach > (uint64_t)side->table.bytes)
         return kvpi_fail_field(m, side, "bytes", side->table.bytes, "but its scales reach", reach);
     a.rows = used_rows;
-    const uint64_t used = used_rows ? kvpi_add(offset, used_rows == a.table.rows ? one : kvpi_area_bytes(&a, 1)) : 0;
+    const uint64_t used = kvpi_add(offset, used_rows == a.table.rows ? one : kvpi_area_bytes(&a, 1));
     side->bytes = used > side->bytes ? used : side->bytes;
     return KVPRIM_OK;
 }
@@ -2388,7 +2387,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_bytes(m, side));
     if (!KVPRIM_LIKELY(!side->format.scale))
         KVPRIM_TRY(kvpi_check_scales(m, side, packed_layers));
-    if (!t->data && !side->device_layers && kvpi_used_rows(m, side) > 0)
+    if (!t->data && !side->device_layers)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
     return KVPRIM_OK;
 }
@@ -2812,10 +2811,10 @@ KVPRIM_INLINE kvprim_status kvpi_add_rows(kvpi_uses *u, const kvprim_move *m, co
     const char *first = (const char *)side->table.data, *last = first;
     const int ascends = m->layers == 1 || !first || kvpi_hull(m, side, &first, &last);
     const uint64_t bytes = (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes;
-    kvpi_use *const use = kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first,
-                                       side->bytes ? bytes : 0, 1);
+    kvpi_use *const use =
+        kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first, bytes, 1);
     use->move = m, use->side = side;
-    return written && !ascends && side->bytes ? kvpi_check_layers(m, 0) : KVPRIM_OK;
+    return written && !ascends ? kvpi_check_layers(m, 0) : KVPRIM_OK;
 }
 
 /* A side's scales. Those that are only read and lie in the table's memory are among the bytes of its rows. */

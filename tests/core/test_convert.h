@@ -414,6 +414,11 @@ static void test_side_format(void)
     CHECK(m[0].dst.format.dtype == KVPRIM_F8E4M3 && m[0].dst.format.scale == 0 && m[0].dst.format.scale_offset == 0);
     f.scale = KVPRIM_SCALE_TILE, d.count = 0; /* nothing is checked or moved */
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK && m[0].dst.format.dtype == 0 && !m[0].dst.table.format);
+
+    f.tile = 16; /* 4 scales after each row; only the first 2 of 32 rows can be touched */
+    kvprim_gather_desc gather =
+        gather_of(formatted(strided_table(cache, 32, 128), &f), formatted(table_of(k, 1), &bf16), 128, slot, 2);
+    CHECK(kvprim_gather_moves(&gather, m) == KVPRIM_OK && m[0].dst.bytes == 128 + 64 + 4 * 4);
 }
 
 /* ---- presets ---- */
