@@ -749,8 +749,8 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 #define KVPRIM_GRID_CONSTANT __grid_constant__
 #endif
 
-/* For kvprim's headers alone. KVPRIM_LIKELY orders the code: a taken branch costs up to 2 cycles. KVPRIM_TRY returns the
-   status unless it is KVPRIM_OK. */
+/* For kvprim's headers alone. KVPRIM_LIKELY orders the code: a taken branch costs up to 2 cycles. KVPRIM_TRY returns
+   the status unless it is KVPRIM_OK. */
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1)
 #else
@@ -799,7 +799,7 @@ static inline void kvpi_end_range(const int *level)
 
 /* >>impl_rows -- the index rule and the page arithmetic, for this header and for kernels */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION) ||   \
-     defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)) &&                                                           \
+     defined(KVPRIM_ELEMENTS) || defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)) &&                               \
     !defined(KVPRIM_ANYWHERE)
 #ifdef __CUDACC__
 #define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
@@ -867,11 +867,7 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
 #include <float.h>
 #include <string.h>
 
-#ifdef __CUDACC__
-#define KVPRIM_ELEMENT static __host__ __device__ __forceinline__
-#else
-#define KVPRIM_ELEMENT static inline
-#endif
+#define KVPRIM_ELEMENT KVPRIM_ANYWHERE
 
 /* PTX knows the 8-bit floating types from sm_89 on (by CUDA 12.1). */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
@@ -1139,6 +1135,7 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION)) && !defined(KVPRIM_CORE_IMPLEMENTED)
 #define KVPRIM_CORE_IMPLEMENTED
 
+#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -1162,12 +1159,6 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 
 /* Names that begin with kvpi_ are internal: static, and free to change. */
 
-#ifdef __cplusplus
-#define KVPRIM_STATIC_ASSERT static_assert
-#else
-#define KVPRIM_STATIC_ASSERT _Static_assert
-#endif
-
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
 #define KVPRIM_SELDOM __attribute__((noinline)) static /* inlined, it would slow down its caller */
@@ -1182,8 +1173,8 @@ extern "C" {
 
 /* >>impl_status ---------------------------------------------------------------------------------------------------- */
 
-KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, bytes) == 4, "kvprim_unpack_meta_item is NCCL's loadMeta");
-KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, dst_offset) == 8, "kvprim_unpack_meta_item is NCCL's loadMeta");
+static_assert(offsetof(kvprim_unpack_meta_item, bytes) == 4, "kvprim_unpack_meta_item is NCCL's loadMeta");
+static_assert(offsetof(kvprim_unpack_meta_item, dst_offset) == 8, "kvprim_unpack_meta_item is NCCL's loadMeta");
 
 KVPRIM_API uint32_t kvprim_version(void)
 {
@@ -1194,7 +1185,7 @@ KVPRIM_API uint32_t kvprim_version(void)
 KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
 {
 #define KVPRIM_SIZE(name, bytes)                                                                                       \
-    KVPRIM_STATIC_ASSERT(UINTPTR_MAX != UINT64_MAX || sizeof(name) == (bytes), #name);                                 \
+    static_assert(UINTPTR_MAX != UINT64_MAX || sizeof(name) == (bytes), #name);                                        \
     if (struct_name && strcmp(struct_name, #name) == 0)                                                                \
         return sizeof(name);
     KVPRIM_SIZE(kvprim_table, 80)
@@ -1871,8 +1862,7 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
                                               : 0;
 }
 
-/* Where the last byte of rows 0 to `rows` - 1 ends; rows > 0. A whole page may reach further than a last one that is not
-   full. */
+/* Where rows 0 to `rows` - 1 end; rows > 0. A whole page may reach further than a last one that is not full. */
 static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_bytes)
 {
     const uint64_t used = (uint64_t)rows, page_rows = (uint64_t)t->page_rows, stride = (uint64_t)t->stride;
@@ -2867,8 +2857,8 @@ static kvprim_status kvpi_check_sides(kvprim_move *m)
     return kvpi_check_side(m, &m->src);
 }
 
-/* Whether a table and its format differ from another one's only in memory of the same alignment. They then pass the same
-   checks, with the same defaults and sizes. Structures are compared from one pointer to the next. */
+/* Whether a table and its format differ from another one's only in memory of the same alignment. They then pass the
+   same checks, with the same defaults and sizes. Structures are compared from one pointer to the next. */
 static int kvpi_is_like(const kvprim_table *a, const kvprim_table *b)
 {
     const kvprim_format *const f = a->format, *const g = b->format;
@@ -4406,7 +4396,6 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 #endif
 
 #undef KVPRIM_THREAD_LOCAL
-#undef KVPRIM_STATIC_ASSERT
 #undef KVPRIM_PREFIX_I64
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512

@@ -3514,12 +3514,6 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     return l;
 }
 
-/* Whether aligned tensors have a kernel of this type. The others go through one of kvpn_any. */
-static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
-{
-    return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
-}
-
 /* The same on every rank: nothing here may differ between ranks. */
 static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
 {
@@ -3577,7 +3571,8 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_ex
     return e.largest <= limits.parts_many / world ? kvpn_by_parts_many : kvpn_by_parts_most;
 }
 
-/* dtype: KVPRIM_U8 stands for kvpn_any. Any: the way of its kernels. */
+/* Aligned sums of fp32, bf16 and fp16 have kernels of their own; KVPRIM_U8 stands for all else, which kvpn_any does.
+   Any: the way of its kernels. */
 template <template <class, int> class Way, int max_ranks, template <class, int> class Any = kvpn_two_shot>
 static const void *kvpn_pick(kvprim_dtype dtype, bool whole)
 {
@@ -4574,7 +4569,7 @@ static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
     const size_t all = c->count * c->element, most = kvpn_capacity_bytes(comm, way);
-    const kvprim_dtype type = kvpn_has_sum_kernel(c->dtype, c->op_or_peer) ? c->dtype : KVPRIM_U8;
+    const kvprim_dtype type = c->op_or_peer == KVPRIM_SUM ? c->dtype : KVPRIM_U8; /* see kvpn_pick */
     kvpn_params p = {};
     kvpn_set_ranks(comm, &p);
     kvpn_set_what(&p, c, way);
