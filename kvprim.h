@@ -1135,7 +1135,6 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION)) && !defined(KVPRIM_CORE_IMPLEMENTED)
 #define KVPRIM_CORE_IMPLEMENTED
 
-#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -1159,6 +1158,12 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 
 /* Names that begin with kvpi_ are internal: static, and free to change. */
 
+#ifdef __cplusplus
+#define KVPRIM_STATIC_ASSERT static_assert
+#else
+#define KVPRIM_STATIC_ASSERT _Static_assert /* tcc's assert.h has no other name */
+#endif
+
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
 #define KVPRIM_SELDOM __attribute__((noinline)) static /* inlined, it would slow down its caller */
@@ -1173,8 +1178,8 @@ extern "C" {
 
 /* >>impl_status ---------------------------------------------------------------------------------------------------- */
 
-static_assert(offsetof(kvprim_unpack_meta_item, bytes) == 4, "kvprim_unpack_meta_item is NCCL's loadMeta");
-static_assert(offsetof(kvprim_unpack_meta_item, dst_offset) == 8, "kvprim_unpack_meta_item is NCCL's loadMeta");
+KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, bytes) == 4, "kvprim_unpack_meta_item is NCCL's loadMeta");
+KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, dst_offset) == 8, "kvprim_unpack_meta_item is NCCL's loadMeta");
 
 KVPRIM_API uint32_t kvprim_version(void)
 {
@@ -1185,7 +1190,7 @@ KVPRIM_API uint32_t kvprim_version(void)
 KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
 {
 #define KVPRIM_SIZE(name, bytes)                                                                                       \
-    static_assert(UINTPTR_MAX != UINT64_MAX || sizeof(name) == (bytes), #name);                                        \
+    KVPRIM_STATIC_ASSERT(UINTPTR_MAX != UINT64_MAX || sizeof(name) == (bytes), #name);                                 \
     if (struct_name && strcmp(struct_name, #name) == 0)                                                                \
         return sizeof(name);
     KVPRIM_SIZE(kvprim_table, 80)
@@ -2152,21 +2157,21 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale, own = f->scales != NULL;
     const int shared = f->scale_layer_stride == KVPRIM_SCALES_SHARED && kind != KVPRIM_SCALE_TILE;
-    enum { any = KVPRIM_SCALE_TENSOR, tiles = KVPRIM_SCALE_HEAD, row = KVPRIM_SCALE_TILE };
+    enum { tensor = KVPRIM_SCALE_TENSOR, head = KVPRIM_SCALE_HEAD, tile = KVPRIM_SCALE_TILE };
     const struct {
         const char *name;
         int64_t value;
         int least; /* the least kind of scale that has such a field; 0: scales in memory of their own have it */
-    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, any},
-                  {"scale_power_of_two", f->scale_power_of_two, row},
-                  {"scale_inverse", f->scale_inverse, any},
-                  {"scale_min", f->scale_min != 0, row},
-                  {"tile", f->tile, tiles},
-                  {"scales", own, any},
-                  {"scale_offset", f->scale_offset, any},
-                  {"scale_tile_stride", f->scale_tile_stride, tiles},
-                  {"scale_stride", f->scale_stride, row},
-                  {"scale_page_stride", f->scale_page_stride, row},
+    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, tensor},
+                  {"scale_power_of_two", f->scale_power_of_two, tile},
+                  {"scale_inverse", f->scale_inverse, tensor},
+                  {"scale_min", f->scale_min != 0, tile},
+                  {"tile", f->tile, head},
+                  {"scales", own, tensor},
+                  {"scale_offset", f->scale_offset, tensor},
+                  {"scale_tile_stride", f->scale_tile_stride, head},
+                  {"scale_stride", f->scale_stride, tile},
+                  {"scale_page_stride", f->scale_page_stride, tile},
                   {"scale_layer_stride", shared ? 1 : f->scale_layer_stride, 0},
                   {"scales_bytes", f->scales_bytes, 0}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
@@ -4396,6 +4401,7 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 #endif
 
 #undef KVPRIM_THREAD_LOCAL
+#undef KVPRIM_STATIC_ASSERT
 #undef KVPRIM_PREFIX_I64
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512
