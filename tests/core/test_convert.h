@@ -986,7 +986,7 @@ static void test_v_like_k(void)
                     b.d.v.data = (char *)b.v + k;
                     break;
                 case 2:
-                    b.v_format.scales = own ? b.outside + 4096 + k : NULL;
+                    b.v_format.scales = own == (k > 0) ? b.outside + 4096 + k : NULL;
                     break;
                 case 3:
                     b.d.v_cache.format = NULL;
