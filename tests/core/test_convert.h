@@ -928,12 +928,14 @@ static void test_format_errors_of_transfers(void)
 static void check_v_beside_k(const kvprim_store_desc *d)
 {
     kvprim_move both[2], one[2];
+    kvprim_store_desc resolved;
     kvprim_store_desc v = {.k_cache = d->v_cache, .k = d->v, .k_bytes = d->v_bytes, .slot = d->slot, .count = d->count};
     v.slot_type = d->slot_type;
     memset(both, 0xa5, sizeof both);
     memset(one, 0xa5, sizeof one);
     const kvprim_status status = kvprim_store_moves(&v, one);
-    CHECK(kvprim_store_moves(d, both) == status);
+    CHECK(kvprim_store_moves(d, both) == status && kvprim_store_check(d, &resolved) == status);
+    CHECK(status != KVPRIM_OK || (resolved.v_cache.format == d->v_cache.format && resolved.v.format == d->v.format));
     CHECK(status != KVPRIM_OK || (memcmp(&both[1].dst, &one[0].dst, sizeof one[0].dst) == 0 &&
                                   memcmp(&both[1].src, &one[0].src, sizeof one[0].src) == 0));
 }
