@@ -1128,7 +1128,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, ui
 /* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small
    sum takes 2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
-    enum { any = 0 };
+    enum { is_any = 0 };
 
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
     {
@@ -1146,7 +1146,7 @@ template <class T, int max_ranks> struct kvpn_reduction {
 
 template <bool aligned, int max_ranks> struct kvpn_reduction<kvpn_any<aligned>, max_ranks> {
     /* Rolled, where unrolled words would need too many registers (fp8 without conversions in PTX) or instructions. */
-    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1, any = 1 };
+    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1, is_any = 1 };
 
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &p)
     {
@@ -1368,12 +1368,12 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
    Each block has the same packs of every slice: pack j of a block is at the same place of each.
    With kvpn_any it is one shot and reduce_scatter, too: what takes so many instructions is compiled once. */
 template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
-    enum { two_waits = 1, any = kvpn_reduction<T, max_ranks>::any };
+    enum { two_waits = 1, is_any = kvpn_reduction<T, max_ranks>::is_any };
 
     /* Whether sums go to all other ranks. */
     KVPRIM_NCCL_DEVICE bool shares(const kvpn_params &p)
     {
-        return !any || (p.what & kvpn_shares);
+        return !is_any || (p.what & kvpn_shares);
     }
 
     KVPRIM_NCCL_DEVICE uint32_t part_packs(const kvpn_params &p)
@@ -1383,12 +1383,12 @@ template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_
 
     KVPRIM_NCCL_DEVICE uint64_t pitch(const kvpn_params &p)
     {
-        return any ? p.pitch : 0;
+        return is_any ? p.pitch : 0;
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        if (any && (part_packs(p) | pitch(p)) == 0)
+        if (is_any && (part_packs(p) | pitch(p)) == 0)
             kvpn_one_shot<T, max_ranks>::send(p, me, j);
         else
             kvpn_send_parts<T, max_ranks>(p, me, j, part_packs(p), pitch(p));

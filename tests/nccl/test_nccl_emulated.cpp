@@ -252,7 +252,7 @@ template <class T, int max_ranks> static void run_reduction(const kvpn_params &p
         if (is_pipeline(c.what))
             return run_kernel<kvpn_pipeline<T, 2>>(p, c);
     }
-    if (c.what == two_shot || kvpn_reduction<T, max_ranks>::any)
+    if (c.what == two_shot || kvpn_reduction<T, max_ranks>::is_any)
         run_kernel<kvpn_two_shot<T, max_ranks>>(p, c);
     else if (c.what == one_shot)
         run_kernel<kvpn_one_shot<T, max_ranks>>(p, c);
