@@ -28,15 +28,14 @@
        >>device      device functions for your own kernels: where rows lie, copies by a warp
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
-           >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
-           >>impl_move_find       all other moves: parameters, index rule, page arithmetic, `rejected`
+           >>impl_row_kernels     gather and store of plain rows: where a row starts, `rejected`, zero fill, tails
+           >>impl_move_find       all other moves: parameters, where a row starts, `rejected`
            >>impl_move_kernels    ... once, any number, pipelined on few multiprocessors; short units over the link
            >>impl_convert_elements  elements in registers: decode, scale, encode
            >>impl_convert_rows    gather and store of plain rows that convert
            >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
            >>impl_meta_kernel     the same for fragments whose descriptors the GPU reads
-           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
-                                  what a transfer's memory must be
+           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_convert_plan    the same for plain rows that convert
@@ -44,14 +43,19 @@
            >>impl_move_lists      ... of device layers and indices of the host
            >>impl_move_batches    ... of several moves in a launch
            >>impl_move_lines      ... of short units over the link
-           >>impl_convert_moves   all other moves that convert: their kernel
-           >>impl_convert_move_plan   and its parameters
-           >>impl_run             which plan a call takes
+           >>impl_convert_moves   all other moves that convert: parameters, elements in memory
+           >>impl_convert_spans   ... their kernel
+           >>impl_convert_move_plan   which parameters it gets
+           >>impl_run             the table: which plan and which kernel a call takes
            >>impl_unpack_survey   what fragments or copies have in common
-           >>impl_unpack_host     their records in a launch's parameters; one launch or several, or CUDA's own copy
+           >>impl_unpack_host     their records in a launch's parameters
+           >>impl_unpack_run      one launch or several, or CUDA's own copy; the checks
            >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
            >>impl_slots           page tables into slots: the kernel and its parameters
            >>impl_calls           the public functions
+
+   In kvprim.h: all checks of descriptors (>>impl_check), the index rule and the page arithmetic (>>impl_rows), and what
+   a new element type touches (>>impl_elements).
 
    Rules that hold for every function here
        Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status.
@@ -2419,18 +2423,12 @@ static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the status unless it is KVPRIM_OK. */
-#define KVPRIM_TRY(call)                                                                                               \
-    do {                                                                                                               \
-        const kvprim_status try_status = (call);                                                                       \
-        if (try_status != KVPRIM_OK)                                                                                   \
-            return try_status;                                                                                         \
-    } while (0)
-
-/* Every error of kvprim.h begins with "kvprim_": "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
-static kvprim_status kvpc_fail_check(kvprim_status status)
+/* The status of a check in kvprim.h, whose errors begin with "kvprim_": "kvprim_gather: ..." becomes
+   "kvprim_cuda_gather: ...". */
+static kvprim_status kvpc_checked(kvprim_status status)
 {
-    return kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
+    return status == KVPRIM_OK ? status
+                               : kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
 }
 
 /* A call on its way to the GPU. */
@@ -3957,6 +3955,8 @@ KVPRIM_DEVICE void kvpc_load_octets(const kvpc_conversion &p, const kvpc_stretch
         kvpc_load_elements<8>(w, kvpc_element_at(side, s.src, e, 2), 2);
 }
 
+/* >>impl_convert_spans --------------------------------------------------------------------------------------------- */
+
 /* Span `work` of all, with the index rule. All loads come first, and no wait between them. */
 template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const kvpc_conversion &p, number work)
 {
@@ -4277,21 +4277,31 @@ static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *
 
 /* >>impl_run --------------------------------------------------------------------------------------------------------
 
-   Which kernels take a call. The first line that fits decides, in kvpc_run and what it calls:
+   Which kernels take a call. The first line that fits decides, in kvpc_run and what it calls. A transfer over PCIe has
+   a max_sms, the caller's or that of kvpc_crosses_link.
 
-       an element type changes                             kvpc_run_convert: >>impl_convert_plan, >>impl_convert_moves
+       an element type changes                             kvpc_run_convert
+           plain rows, K and V as one, no max_sms              kvpc_run_plain_convert: >>impl_convert_plan
+           else, move by move                                  the same, or kvpc_convert_kernel: >>impl_convert_spans
        plain rows (kvpc_is_plain), K and V as one,         kvpc_run_plain: >>impl_row_plan
-       and no max_sms
-           all is made of words of 16 bytes                    kvpc_gather_kernel, kvpc_store_kernel
+       no max_sms
+           rows begin at multiples of 16 bytes                 kvpc_gather_kernel, kvpc_store_kernel
            else                                                kvpc_bytes_kernel
-       several moves of which some are aligned and large   each by itself: kvpc_splits_launch
-       over PCIe, short units that follow each other       kvpc_lines_kernel: >>impl_move_lines
-       else, move by move                                  kvpc_run_batches: >>impl_move_batches
+       several moves, no max_sms: some begin and end at    kvpc_run for each: kvpc_splits_launch
+       multiples of 16 bytes, and one of these is large
+       one move over PCIe, short units in runs             kvpc_lines_kernel: >>impl_move_lines
+       else, up to 4 moves in a launch                     kvpc_run_batches: >>impl_move_batches
+           device layers or host_index                         kvpc_run_listed: >>impl_move_lists
            over PCIe, without index or gap                     CUDA's copy: kvpc_copy_layers
-           device layers, host_index, or 2^31 of anything      as below, with the parameters of >>impl_move_lists
-           words of 16 bytes                                   kvpc_move_kernel, on few multiprocessors
-                                                               kvpc_move_few_kernel
-           any alignment                                       kvpc_move_any_kernel */
+           2^31 rows, pieces or bytes of a row                 kvpc_run_listed
+           all begin and end at multiples of 16 bytes          kvpc_move_kernel<true>, kvpc_move_few_kernel<true>
+           else                                                kvpc_move_any_kernel<uint32_t>
+       kvpc_run_listed: 2^31 rows, pieces or bytes         kvpc_move_any_kernel<uint64_t>
+           else                                                kvpc_move_kernel<false>, kvpc_move_few_kernel<false>
+       unpack, copy                                        kvpc_unpack_fragments: >>impl_unpack_run
+       unpack_meta, slots                                  kvpc_meta_kernel, kvpc_slots_kernel
+
+   kvpc_move_few_kernel is for launches with max_sms. */
 
 /* Whether each move takes a launch of its own: only some of them begin and end at multiples of 16 bytes, and in one
    launch all would take the slower kernels of any alignment. A store of 65,536 rows of 576 and of 8 bytes (DeepSeek-V4)
@@ -4317,9 +4327,8 @@ static bool kvpc_splits_launch(const kvpc_call *call, const kvprim_move *moves, 
 static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
 {
-    if (checked != KVPRIM_OK)
-        return kvpc_fail_check(checked);
     uint64_t bits = 0;
+    KVPRIM_TRY(kvpc_checked(checked));
     while (n > 0 && moves[n - 1].count == 0) /* K only, say */
         n--;
     if (n == 0)
@@ -4769,6 +4778,8 @@ static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *d
         kvpc_store_table(h, data);
 }
 
+/* >>impl_unpack_run ------------------------------------------------------------------------------------------------ */
+
 /* One strip for each group of threads. If there are many, two: half as many blocks are started sooner. */
 static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, const kvpc_unpack *h, uint32_t threads, uint32_t max_sms)
 {
@@ -4933,15 +4944,13 @@ static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvp
                                      const kvprim_cuda_launch *launch)
 {
     if (!desc)
-        return kvpc_fail_check(check(desc));
+        return kvpc_checked(check(desc));
     const Desc d = *desc;
     kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
     if (d.count == 0)
         return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, check);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
     kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, check)));
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     KVPRIM_TRY(kvpc_check_ends(function, &job, &d));
     return kvpc_unpack_fragments(&call, &job);
@@ -4997,10 +5006,8 @@ template <class Desc>
 static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvprim_status (*check)(const Desc *),
                                      const kvprim_cuda_launch *launch)
 {
-    const kvprim_status status = check(desc);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
     kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(check(desc)));
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     return desc->count == 0 ? KVPRIM_OK : kvpc_run_meta(&call, NULL);
 }
@@ -5311,12 +5318,10 @@ KVPRIM_API kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc, const 
 {
     KVPRIM_RANGE("kvprim_cuda_slots");
     kvprim_slots_desc d;
-    const kvprim_status status = kvprim_slots_check(desc, &d);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_slots_check(desc, &d)));
     if (d.count == 0)
         return KVPRIM_OK;
-    kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_slots", launch));
     KVPRIM_TRY(kvpc_check_slots_memory(call.function, &d));
     return kvpc_run_slots(&call, &d);
@@ -5349,12 +5354,10 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
 KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_unpack_meta");
-    const kvprim_status status = kvprim_unpack_meta_check(desc);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_unpack_meta_check(desc)));
     if (desc->max_count == 0)
         return KVPRIM_OK;
-    kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack_meta", launch));
     KVPRIM_TRY(kvpc_check_meta_memory(call.function, desc));
     return kvpc_run_meta(&call, desc);
@@ -5366,7 +5369,6 @@ KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kv
     return kvpc_run_unpack("kvprim_cuda_copy", desc, kvprim_copy_check, launch);
 }
 
-#undef KVPRIM_TRY
 #endif /* implementation */
 
 /* Copyright (c) 2026 the kvprim authors, under the MIT License: its text ends kvprim.h, which this header needs. */
