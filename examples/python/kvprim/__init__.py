@@ -46,6 +46,8 @@ unless told otherwise. Safe with K and V in one tensor:
       scale caches inside their cache need this
     - calls outside of compiled graphs: these take views of one tensor as they are
 
+kvprim.Communicator has collectives across GPUs: kvprim/collectives.py, which is loaded with NCCL when it is first used.
+
 Without torch, but with TVM-FFI, the operators that write to given tensors take those of TVM-FFI.
 
 The package builds with `pip install examples/python` or `make wheel`, which build_backend.py describes.
@@ -83,6 +85,18 @@ copy(Tensor(a!)[] dst, Tensor[] src)
 unpack(Tensor(a!) dst, Tensor src, Tensor fragments)
 slots(Tensor(a!) slot, Tensor pages, int page_rows, int rows, *, Tensor? request=None, Tensor? position=None,
     Tensor? cu_seqlens=None, Tensor? starts=None, Tensor(b!)? rejected=None, bool pdl=False)
+all_reduce(int comm, Tensor(a!) recv, Tensor? send=None, str op="sum", *, Tensor(z!) order)
+reduce_scatter(int comm, Tensor(a!) recv, Tensor send, str op="sum", *, Tensor(z!) order)
+all_gather(int comm, Tensor(a!) recv, Tensor send, *, Tensor(z!) order)
+all_gatherv(int comm, Tensor(a!) recv, Tensor send, int[] counts, *, Tensor(z!) order)
+all_to_all(int comm, Tensor(a!) recv, Tensor send, *, Tensor(z!) order)
+all_to_allv(int comm, Tensor(a!) recv, Tensor send, int[] counts, *, Tensor(z!) order)
+broadcast(int comm, Tensor(a!) tensor, int root, *, Tensor(z!) order)
+send(int comm, Tensor tensor, int peer, *, Tensor(z!) order)
+recv(int comm, Tensor(a!) tensor, int peer, *, Tensor(z!) order)
+all_reduce_norm(int comm, Tensor(a!)? out, Tensor send, Tensor weight, *, Tensor? residual=None,
+    Tensor(b!)? residual_out=None, Tensor(c!)? sum=None, Tensor(d!)? quantised=None, Tensor(e!)? scale=None,
+    float eps=1e-6, bool scale_per_token=False, float scale_min=0.0, bool weight_plus_one=False, Tensor(z!) order)
 """
 _WHOLE_FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_sglang": 576, "fp8_ds_mla_v4": 512, "fp8_indexer": 128,
                   "fp8_indexer_ue8m0": 128}  # elements of a row
@@ -272,6 +286,15 @@ def prefix_longest(query, keys):
                                                           ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     best = longest(query.data_ptr(), query.numel(), addresses, lengths, count, matches)
     return (best, matches[best]) if best < count else (None, 0)  # KVPRIM_PREFIX_NONE is larger than any count
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+def __getattr__(name):
+    if name in ("Communicator", "new_id"):
+        from . import collectives
+        return getattr(collectives, name)
+    raise AttributeError(f"module 'kvprim' has no attribute '{name}'")
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------

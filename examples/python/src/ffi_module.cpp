@@ -64,6 +64,12 @@ class FfiArguments final : public Arguments
         return tensors;
     }
 
+    std::vector<int64_t> integers() override
+    {
+        const auto list = pop().cast<tvm::ffi::Array<int64_t>>();
+        return {list.begin(), list.end()};
+    }
+
     int64_t integer() override
     {
         return pop().cast<int64_t>();

@@ -275,6 +275,7 @@ struct Arguments {
     virtual bool skip_none() = 0; // whether an optional argument is None, which is then read
     virtual Tensor tensor() = 0;
     virtual std::vector<Tensor> tensors() = 0;
+    virtual std::vector<int64_t> integers() = 0;
     virtual int64_t integer() = 0; // or a bool
     virtual double number() = 0;
     virtual Text text() = 0; // valid as long as the arguments

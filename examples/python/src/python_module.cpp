@@ -7,7 +7,7 @@
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 
-#include "operators.h"
+#include "collectives.h"
 
 namespace
 {
@@ -97,24 +97,45 @@ class PythonArguments final : public Arguments
         return tensor;
     }
 
-    std::vector<Tensor> tensors() override
+    /* Calls take(i, object) with each of a list or a tuple, after reserve(how many). */
+    template <class Reserve, class Take> void each(Reserve reserve, Take take)
     {
         PyObject *const list = pop();
         PyObject *(*const item)(PyObject *, Py_ssize_t) = PyList_Check(list) ? PyList_GetItem : PyTuple_GetItem;
         if (item == PyTuple_GetItem && !PyTuple_Check(list))
             throw UseDispatcher();
-        std::vector<Tensor> tensors(static_cast<size_t>(PySequence_Size(list)));
-        for (size_t i = 0; i < tensors.size(); i++)
-            describe(tensors[i], item(list, static_cast<Py_ssize_t>(i)));
+        const Py_ssize_t count = PySequence_Size(list);
+        reserve(static_cast<size_t>(count));
+        for (Py_ssize_t i = 0; i < count; i++)
+            take(static_cast<size_t>(i), item(list, i));
+    }
+
+    static int64_t integer_of(PyObject *object)
+    {
+        const int64_t number = PyLong_AsLongLong(object);
+        if (number == -1 && PyErr_Occurred())
+            throw PythonError();
+        return number;
+    }
+
+    std::vector<Tensor> tensors() override
+    {
+        std::vector<Tensor> tensors;
+        each([&](size_t n) { tensors.resize(n); }, [&](size_t i, PyObject *object) { describe(tensors[i], object); });
         return tensors;
+    }
+
+    std::vector<int64_t> integers() override
+    {
+        std::vector<int64_t> numbers;
+        each([&](size_t n) { numbers.resize(n); },
+             [&](size_t i, PyObject *object) { numbers[i] = integer_of(object); });
+        return numbers;
     }
 
     int64_t integer() override
     {
-        const int64_t number = PyLong_AsLongLong(pop());
-        if (number == -1 && PyErr_Occurred())
-            throw PythonError();
-        return number;
+        return integer_of(pop());
     }
 
     double number() override
@@ -285,6 +306,16 @@ PyMethodDef methods[] = {
     method<copy>("copy"),
     method<unpack>("unpack"),
     method<slots>("slots"),
+    method<all_reduce>("all_reduce"),
+    method<reduce_scatter>("reduce_scatter"),
+    method<all_gather>("all_gather"),
+    method<all_gatherv>("all_gatherv"),
+    method<all_to_all>("all_to_all"),
+    method<all_to_allv>("all_to_allv"),
+    method<broadcast>("broadcast"),
+    method<send>("send"),
+    method<recv>("recv"),
+    method<all_reduce_norm>("all_reduce_norm"),
     method<transfer_addresses>("transfer_addresses"),
     method<copy_addresses>("copy_addresses"),
     {"prefix", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&prefix)), METH_FASTCALL, nullptr},
