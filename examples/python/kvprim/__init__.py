@@ -84,7 +84,8 @@ transfer(Tensor(a!)[] dst, Tensor[] src, Tensor? dst_index=None, Tensor? src_ind
 copy(Tensor(a!)[] dst, Tensor[] src)
 unpack(Tensor(a!) dst, Tensor src, Tensor fragments)
 slots(Tensor(a!) slot, Tensor pages, int page_rows, int rows, *, Tensor? request=None, Tensor? position=None,
-    Tensor? cu_seqlens=None, Tensor? starts=None, Tensor(b!)? rejected=None, bool pdl=False)
+    Tensor? cu_seqlens=None, Tensor? starts=None, Tensor? page_starts=None, Tensor(b!)? rejected=None,
+    bool pdl=False)
 all_reduce(int comm, Tensor(a!) recv, Tensor? send=None, str op="sum", *, Tensor(z!) order)
 reduce_scatter(int comm, Tensor(a!) recv, Tensor send, str op="sum", *, Tensor(z!) order)
 all_gather(int comm, Tensor(a!) recv, Tensor send, *, Tensor(z!) order)
@@ -194,15 +195,16 @@ def unpack(dst, src, fragments):
         ops.unpack(dst, src, fragments)
 
 
-def slots(slot, pages, page_rows, rows, *, request=None, position=None, cu_seqlens=None, starts=None, rejected=None,
-          pdl=False):
+def slots(slot, pages, page_rows, rows, *, request=None, position=None, cu_seqlens=None, starts=None,
+          page_starts=None, rejected=None, pdl=False):
     """slot = pages[request][position / page_rows] * page_rows + position % page_rows; -1 if there is none. Tokens are
     (request[i], position[i]), or those that cu_seqlens[r] .. cu_seqlens[r + 1] say, from position starts[r] (0) on.
-    `rows`: of the cache."""
-    if _compiling() or not _eager.slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts, rejected,
-                                        pdl):
+    pages is [requests, pages], or with page_starts [pages], those of request r from page_starts[r] to page_starts[r + 1]:
+    FlashInfer's kv_indices and kv_indptr, of one dtype. `rows`: of the cache."""
+    if _compiling() or not _eager.slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts,
+                                        page_starts, rejected, pdl):
         ops.slots(slot, pages, page_rows, rows, request=request, position=position, cu_seqlens=cu_seqlens,
-                  starts=starts, rejected=rejected, pdl=pdl)
+                  starts=starts, page_starts=page_starts, rejected=rejected, pdl=pdl)
 
 
 def slots_new(pages, count, page_rows, rows, **options):
@@ -260,6 +262,8 @@ def _integers(name, values):
 def prefix(a, b):
     """How many leading elements of a and b are equal: two tensors of the CPU, contiguous and of one dtype, int32 or
     int64; or two lists or arrays (of `array` or numpy)."""
+    if torch is None and _eager is not None and isinstance(a, tvm_ffi.Tensor) and isinstance(b, tvm_ffi.Tensor):
+        return _eager.prefix(a, b)
     if torch is not None and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         matched = _eager.prefix(a, b)
         return _eager.prefix(a.detach(), b.detach()) if matched is False else matched
@@ -341,7 +345,7 @@ class _Operators:
 try:
     import torch
 except ImportError:  # then without slots_new, gather_new and lists for tensors, and on TVM-FFI's tensors
-    torch = None
+    torch = _eager = None
     _compiling = bool
     try:
         import tvm_ffi

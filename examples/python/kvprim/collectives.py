@@ -226,9 +226,9 @@ class Communicator:
         [tokens, hidden] of float16 or bfloat16, and each output may be None except that out or quantised is set. sum
         takes s, residual_out r, and quantised, float8_e4m3fn, out / scale: a float32 that is read, or with
         scale_per_token [tokens] that are written. residual_out may be residual, and out, sum or residual_out send."""
-        if kvprim._compiling() or not _eager.all_reduce_norm(self.number, out, send, weight, residual, residual_out, sum,
-                                                      quantised, scale, eps, scale_per_token, scale_min,
-                                                      weight_plus_one):
+        if kvprim._compiling() or not _eager.all_reduce_norm(
+                self.number, out, send, weight, residual, residual_out, sum, quantised, scale, eps, scale_per_token,
+                scale_min, weight_plus_one):
             kvprim.ops.all_reduce_norm(self.number, out, send, weight, residual=residual, residual_out=residual_out,
                                        sum=sum, quantised=quantised, scale=scale, eps=eps,
                                        scale_per_token=scale_per_token, scale_min=scale_min,
