@@ -36,7 +36,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # that makes it lighter lowers them; one that needs more raises them, and its commit says what pays for that. Seconds
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
-BUDGETS = {'kvprim.h': Budget(4386, 0, 0), 'kvprim_cuda.cuh': Budget(5236, 93, 628),
+BUDGETS = {'kvprim.h': Budget(4407, 0, 0), 'kvprim_cuda.cuh': Budget(5259, 97, 648),
            'kvprim_nccl.h': Budget(5705, 78, 1195)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')

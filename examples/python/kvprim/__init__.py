@@ -199,7 +199,7 @@ def slots(slot, pages, page_rows, rows, *, request=None, position=None, cu_seqle
           page_starts=None, rejected=None, pdl=False):
     """slot = pages[request][position / page_rows] * page_rows + position % page_rows; -1 if there is none. Tokens are
     (request[i], position[i]), or those that cu_seqlens[r] .. cu_seqlens[r + 1] say, from position starts[r] (0) on.
-    pages is [requests, pages], or with page_starts [pages], those of request r from page_starts[r] to page_starts[r + 1]:
+    pages is [requests, pages], or with page_starts [pages], those of request r at page_starts[r] .. page_starts[r + 1]:
     FlashInfer's kv_indices and kv_indptr, of one dtype. `rows`: of the cache."""
     if _compiling() or not _eager.slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts,
                                         page_starts, rejected, pdl):
