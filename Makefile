@@ -272,7 +272,7 @@ wheel:
 
 # These need a python3 that has torch. Without a GPU they run on the CPU.
 torch: build/python/built
-	$(call keep,gpu_torch_ops,$(CHECKSUMS) kvprim_nccl.h; for test in kvprim collectives; do \
+	$(call keep,gpu_torch_ops,$(CHECKSUMS) kvprim_nccl.h; for test in kvprim collectives engines; do \
 	    $(USE_PACKAGE) examples/python/tests/test_$$test.py || failed=1; done)
 
 # Compares with PyTorch, if python3 has it.

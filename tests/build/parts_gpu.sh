@@ -536,6 +536,8 @@ programs()
         cell 'examples/python builds with nvcc' env NVCC="$NVCC" KVPRIM_CUDA_ARCH=90 \
             python3 examples/python/build_backend.py "$build/python"
         program 'examples/python' env PYTHONPATH="$build/python" python3 examples/python/tests/test_kvprim.py
+        program 'engines of examples/python' env PYTHONPATH="$build/python" \
+            python3 examples/python/tests/test_engines.py
         program 'collectives of examples/python' env PYTHONPATH="$build/python" \
             python3 examples/python/tests/test_collectives.py
     else

@@ -225,12 +225,14 @@ def _on(device, call, *arguments):
 
 
 def transfer_addresses(dst_layers, src_layers, dst_index, src_index, row_bytes, *, dst_stride=0, src_stride=0,
-                       dst_rows=1 << 31, src_rows=1 << 31, max_sms=0, rejected=None):
+                       dst_rows=1 << 31, src_rows=1 << 31, dst_page_rows=0, dst_page_stride=0, dst_heads=0,
+                       dst_head_stride=0, max_sms=0, rejected=None):
     """transfer() for layers that are known by pointers alone: tensors of uint64 or int64, on the device that runs the
-    call. Strides are bytes from row to row (0: packed). An index past the rows, as far as they are given, is skipped;
-    nothing else is checked."""
+    call. Strides are bytes from row to row (0: packed), and dst may have pages and heads, as a kvprim_table has. An
+    index past the rows, as far as they are given, is skipped; nothing else is checked."""
     _on(dst_layers.device, _eager.transfer_addresses, dst_layers, src_layers, dst_index, src_index, row_bytes,
-        dst_stride, src_stride, dst_rows, src_rows, max_sms, rejected)
+        dst_stride, src_stride, dst_rows, src_rows, dst_page_rows, dst_page_stride, dst_heads, dst_head_stride, max_sms,
+        rejected)
 
 
 def copy_addresses(items, device="cuda"):

@@ -195,6 +195,9 @@ void transfer_addresses(Arguments &a)
     desc.row_bytes = a.integer();
     desc.dst.stride = a.integer(), desc.src.stride = a.integer();
     desc.dst.rows = a.integer(), desc.src.rows = a.integer();
+    desc.dst.page_rows = a.integer(), desc.dst.page_stride = a.integer();
+    desc.dst.heads = static_cast<int32_t>(std::clamp<int64_t>(a.integer(), -1, INT32_MAX));
+    desc.dst.head_stride = a.integer();
     Call call(a, dst.device, false, a.integer());
     desc.dst_device_layers = pointers_of(call, "dst_layers", dst);
     desc.src_device_layers = pointers_of(call, "src_layers", src);
