@@ -264,6 +264,8 @@ nccl_cuda()
         -c examples/14_handover/handover.cu -o "$build/unit.o"
     cell 'bench_handover, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
         -c tests/bench/bench_handover.cu -o "$build/unit.o"
+    cell '20_ring_unpack, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
+        -c examples/20_ring_unpack.cu -o "$build/unit.o"
     cell '06_allreduce, nvcc' $cu $implemented examples/06_allreduce.c -Xlinker "$build/test_nccl.o" $nccl_link \
         -o "$build/program"
     cell '17_all_reduce_norm, nvcc' $cu $implemented examples/17_all_reduce_norm.cu -Xlinker "$build/test_nccl.o" \
