@@ -222,7 +222,7 @@ ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench convert-bench transfer-b
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
 
-# nccl-test builds 06 and 17 where it runs them.
+# nccl-test builds 06, 17 and 20 where it runs them.
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 	@$(if $(and $(NVCC),$(NO_GPU)),echo 'examples for a GPU: built$(NO_GPU)',:)

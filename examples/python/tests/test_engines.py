@@ -19,8 +19,8 @@ def rows(*shape, device):
     return torch.randn(shape, device=device).to(torch.bfloat16)
 
 
-def some(count, device, padded=True, dtype=torch.int64):
-    slot = torch.randperm(TOKENS, device=device)[:count].to(dtype)
+def some(count, device, padded=True, dtype=None):
+    slot = torch.randperm(TOKENS, device=device)[:count].to(dtype or torch.int64)
     if padded:
         slot[::5] = -1
     return slot
@@ -100,7 +100,7 @@ def flashinfer(device):
     assert torch.equal(ckv, scattered(ckv, slot, new_ckv * 2)) and torch.equal(kpe, scattered(kpe, slot, new_kpe * 2))
 
 
-E4M3 = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn if torch else None
 
 
 def vllm_stores(device):
