@@ -116,8 +116,8 @@ class Communicator:
         if peers is not None and len(peers) != world:
             raise RuntimeError(f"peers has {len(peers)} addresses, not {world}")
         self.rank, self.world = rank, world
-        self.device = torch.device("cuda", torch.cuda.current_device() if device is None else
-                                   torch.device(device).index or 0)
+        index = None if device is None else torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.number = library.kvprim_communicator_new(ctypes.sizeof(_Desc))
         if self.number < 0:
             raise RuntimeError("there are too many communicators in this process, or kvprim's files do not match")
@@ -274,6 +274,7 @@ class Communicator:
         """Collective, except after abort(): waits for the device's work, and frees everything."""
         with torch.cuda.device(self.device):
             _expect_ok(library.kvprim_comm_destroy(self._here()))
+        self.number = -1  # so that later calls name it, whatever their tensors are
         _alive.remove(self)
 
     def __enter__(self):
