@@ -9,7 +9,7 @@ import sys
 import types
 
 import kvprim
-from test_kvprim import bits, dequantized, quantized, refused, torch, computed_scale
+from test_kvprim import bits, computed_scale, dequantized, microseconds, quantized, refused, torch
 
 PAGES, PAGE, HEADS, DIM, LAYERS = 24, 16, 4, 64, 3
 TOKENS = PAGES * PAGE
@@ -335,6 +335,47 @@ def installs(device):
     assert engine.store_kvcache is user.store_kvcache is functions.store_kvcache
 
 
+def gpu_microseconds(call, calls=50, replays=9):
+    """Of one of `calls` calls in a graph."""
+    graph, ends, times = torch.cuda.CUDAGraph(), [torch.cuda.Event(enable_timing=True) for _ in "ab"], []
+    call()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    for _ in range(replays):
+        ends[0].record()
+        graph.replay()
+        ends[1].record()
+        torch.cuda.synchronize()
+        times.append(1e3 * ends[0].elapsed_time(ends[1]) / calls)
+    return sorted(times)[replays // 2]
+
+
+def print_times():
+    """Of 32 tokens, one of each of 32 requests."""
+    from kvprim.engines import flashinfer, minisgl, vllm
+    device, batch = "cuda", torch.arange(32, dtype=torch.int32, device="cuda")
+    k, v = (rows(32, 8, 128, device=device) for _ in "kv")
+    cache, slot = rows(512, 2, 16, 8, 128, device=device), torch.randperm(8192, device=device)[:32]
+    indptr, indices = torch.arange(33, device=device).int() * 8, torch.randperm(512, device=device).int()
+    k_cache, v_cache, one = cache[:, 0], cache[:, 1], torch.ones(1, device=device)
+    flat, positions = [rows(8192, 8, 128, device=device) for _ in "kv"], batch * 3
+    calls = {
+        "flashinfer.append_paged_kv_cache": lambda: flashinfer.append_paged_kv_cache(
+            k, v, batch, positions, cache, indices, indptr, batch),
+        "  its slots": lambda: kvprim.slots_new(indices, 32, 16, 8192, request=batch, position=batch,
+                                                page_starts=indptr),
+        "  slots of a table": lambda: kvprim.slots_new(indices[:256].view(32, 8), 32, 16, 8192, request=batch,
+                                                       position=batch),
+        "vllm.reshape_and_cache_flash": lambda: vllm.reshape_and_cache_flash(k, v, k_cache, v_cache, slot, "auto", one,
+                                                                             one),
+        "minisgl.store_cache": lambda: minisgl.store_cache(*flat, slot, k, v),
+        "minisgl.indexing": lambda: minisgl.indexing(flat[0].view(8192, -1), slot)}
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us of the host and of the GPU per call, medians")
+    for name, call in calls.items():
+        print(f"  {name:34} {microseconds(call):6.2f} {gpu_microseconds(call):6.2f}", flush=True)
+
+
 def main():
     if torch is None:
         print("skip engines: python3 has no torch\n0 passed, 0 failed, 1 skipped")
@@ -353,7 +394,9 @@ def main():
                 failed += 1
                 print(f"FAIL {test.__name__}, {device}: {type(error).__name__}: {error}", flush=True)
     skipped = 2 - len(devices)
-    if skipped:
+    if not skipped:
+        print_times()
+    else:
         print("skip engines on a GPU: torch finds none, or kvprim was built without nvcc")
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return failed
