@@ -48,7 +48,7 @@ unless told otherwise. Safe with K and V in one tensor:
 
 kvprim.Communicator has collectives across GPUs: kvprim/collectives.py, which is loaded with NCCL when it is first used.
 
-Without torch, but with TVM-FFI, the operators that write to given tensors take those of TVM-FFI.
+Without torch, but with TVM-FFI, the operators that write to given tensors, and prefix, take those of TVM-FFI.
 
 The package builds with `pip install examples/python` or `make wheel`, which build_backend.py describes.
 """

@@ -500,6 +500,16 @@ def forks(comm):
     comm.check()
 
 
+def opchecks(comm):
+    x, y = torch.ones((4, 256), dtype=torch.bfloat16, device="cuda"), torch.zeros((4, 256), dtype=torch.bfloat16,
+                                                                                 device="cuda")
+    for name, arguments, options in (
+            ("all_reduce", (y, x), {}), ("all_reduce", (y,), {"op": "max"}), ("reduce_scatter", (y, x), {}),
+            ("all_gather", (y, x), {}), ("all_gatherv", (y, x, [1024]), {}), ("broadcast", (y, 0), {}),
+            ("all_reduce_norm", (y, x, x[0]), {"residual": x + 1, "residual_out": y + 1})):
+        torch.library.opcheck(getattr(kvprim.ops, name), (comm.number, *arguments), {"order": comm.order, **options})
+
+
 def sends_itself(comm):
     x, y = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
     with comm.group():
@@ -517,7 +527,7 @@ def alone():
         report(f"{test.__name__}, one process", test, r)
     for backend in ("aot_eager", "inductor"):
         report(f"compiles by {backend}, one process", compiles, r, backend)
-    for test in (sends_itself, forks, ends):
+    for test in (opchecks, sends_itself, forks, ends):
         report(f"{test.__name__}, one process", test, comm)
     print_host_times(r)
     comm.destroy()
