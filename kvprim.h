@@ -468,16 +468,21 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
    requests + 1 cumulative token counts in ascending order: request r has the tokens cu_seqlens[r] to
    cu_seqlens[r + 1] - 1 (none if the two are equal), and token i is at position starts[r] + i - cu_seqlens[r].
 
+   So are page numbers: each request has max_pages, or page_starts holds requests + 1 cumulative page counts (FlashInfer's
+   kv_indptr, beside kv_indices), and request r has the pages page_starts[r] to page_starts[r + 1] - 1.
+
    A negative request, position or page number is padding, whatever the others are: slot[i] is -1. slot[i] is also -1,
    and one is added to *rejected if there is such a counter, for: a request >= requests, a token in no request (i <
-   cu_seqlens[0] or i >= cu_seqlens[requests]), a position >= max_pages * page_rows, and a slot >= rows. So whatever the
-   arrays hold, each slot is -1 or in [0, rows), and nothing outside the arrays is read. If cu_seqlens descends
-   somewhere, it is unspecified which of these values a token gets.
+   cu_seqlens[0] or i >= cu_seqlens[requests]), a position on none of the request's pages, a request whose page_starts
+   descend or leave [0, max_pages], and a slot >= rows. So whatever the arrays hold, each slot is -1 or in [0, rows), and
+   nothing outside the arrays is read. If cu_seqlens descends somewhere, it is unspecified which of these values a token
+   gets.
 
    kvprim_store_desc.slot and kvprim_gather_desc.index take these slots, with base 0. To gather pages by cumulative
    lengths, call this and then kvprim_gather. */
 typedef struct kvprim_slots_desc {
-    const void *pages; /* page numbers, requests x max_pages. All arrays are aligned as their C types */
+    const void *pages; /* page numbers, requests x max_pages, or with page_starts max_pages of all requests. All arrays
+                          are aligned as their C types */
     kvprim_index_type pages_type;
     int32_t reserved_pages;
     int64_t requests, max_pages, pages_stride; /* pages_stride: elements from one request to the next; 0: max_pages */
@@ -490,14 +495,14 @@ typedef struct kvprim_slots_desc {
     kvprim_index_type slot_type; /* int32 holds the slots of up to 2^31 rows */
     int32_t reserved_slot;
     int64_t count;
-    uint32_t *rejected; /* optional, as in kvprim_gather_desc */
-    int64_t reserved;
+    uint32_t *rejected;      /* optional, as in kvprim_gather_desc */
+    const void *page_starts; /* optional: requests + 1 of pages_type; pages_stride must be 0 */
 } kvprim_slots_desc;
 
 /* Aliasing: slot and rejected must overlap neither each other nor any other array (checked).
    Errors: NULL (descriptor, pages, slot, or neither cu_seqlens nor request and position), SIZE (names the field and the
-   values), OVERLAP, ARGUMENT (both forms at once, starts without cu_seqlens, types, an array or counter that is not
-   aligned, a reserved field that is not 0). */
+   values), OVERLAP, ARGUMENT (both forms at once, starts without cu_seqlens, pages_stride beside page_starts, types, an
+   array or counter that is not aligned, a reserved field that is not 0). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots(const kvprim_slots_desc *desc);
 
 /* >>transfer -------------------------------------------------------------------------------------------------------
@@ -3796,6 +3801,7 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
     KVPRIM_TRY(kvpi_add_array(&u, 1, "slot", d->slot, d->slot_type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "page_starts", d->page_starts, d->pages_type, each + 1, "requests", requests));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "request", d->request, type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "position", d->position, type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
@@ -3822,7 +3828,7 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
     if (d->starts && !d->cu_seqlens)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
                            d->starts);
-    if (d->reserved_pages | d->reserved_token | d->reserved_slot | d->reserved)
+    if (d->reserved_pages | d->reserved_token | d->reserved_slot)
         return kvpi_fail_reserved(function, "", "", "");
     const kvpi_number types[] = {
         {"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
@@ -3843,9 +3849,12 @@ static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d
         if (sizes[k].value < 1)
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
                                (long long)sizes[k].value);
-    if (d->pages_stride == 0)
+    if (d->page_starts && d->pages_stride)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pages_stride is %lld, but page_starts (%p) is set", function,
+                           (long long)d->pages_stride, d->page_starts);
+    if (d->pages_stride == 0 && !d->page_starts)
         d->pages_stride = d->max_pages;
-    if (d->pages_stride < d->max_pages)
+    if (d->pages_stride < d->max_pages && !d->page_starts)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: pages_stride is %lld, less than max_pages, %lld", function,
                            (long long)d->pages_stride, (long long)d->max_pages);
     if (d->slot_type == KVPRIM_I32 && d->rows > int32_rows)
@@ -3887,15 +3896,27 @@ static int kvpi_find_token(const kvprim_slots_desc *d, int64_t i, int64_t *reque
     return further > (uint64_t)INT64_MAX - (uint64_t)start; /* the sum does not fit */
 }
 
+/* Returns how many pages the request has, and where their numbers begin. */
+static int64_t kvpi_find_pages(const kvprim_slots_desc *d, int64_t request, int64_t *begin)
+{
+    *begin = request * d->pages_stride;
+    if (!d->page_starts)
+        return d->max_pages;
+    *begin = kvpi_element(d->page_starts, d->pages_type, request);
+    const int64_t end = kvpi_element(d->page_starts, d->pages_type, request + 1);
+    return *begin < 0 || end > d->max_pages || end < *begin ? 0 : end - *begin;
+}
+
 /* Returns the slot or -1. Sets *past if that -1 counts as rejected. */
 static int64_t kvpi_find_slot(const kvprim_slots_desc *d, int64_t request, int64_t position, int *past)
 {
+    int64_t begin = 0;
     if (request < 0 || position < 0)
         return -1;
     *past = 1;
-    if (request >= d->requests || position / d->page_rows >= d->max_pages)
+    if (request >= d->requests || position / d->page_rows >= kvpi_find_pages(d, request, &begin))
         return -1;
-    const int64_t page = kvpi_element(d->pages, d->pages_type, request * d->pages_stride + position / d->page_rows);
+    const int64_t page = kvpi_element(d->pages, d->pages_type, begin + position / d->page_rows);
     *past = page > d->rows / d->page_rows; /* then the product could overflow */
     if (page < 0 || *past)
         return -1;

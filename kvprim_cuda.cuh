@@ -5047,6 +5047,7 @@ typedef struct kvpc_slots {
     uint32_t pdl;      /* a kvpc_dependence */
     kvpc_divisor each; /* tokens of each request, as kvpc_find_request first guesses; 0: no such guess */
     uint32_t token_bytes;
+    uint64_t page_starts, max_pages; /* page_starts: 0 if each request has as many pages */
 } kvpc_slots;
 
 enum {
@@ -5170,14 +5171,29 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
     return s.low;
 }
 
+KVPRIM_DEVICE int64_t kvpc_load_page(const kvpc_slots &p, uint64_t at)
+{
+    return p.page_bytes == 8 ? kvpc_load_i64(at) : kvpc_load_i32(at);
+}
+
+/* Whether the request has page `in_request`; if so, *pages becomes where its page numbers begin. */
+KVPRIM_DEVICE bool kvpc_find_pages(const kvpc_slots &p, uint64_t request, uint64_t in_request, uint64_t *pages)
+{
+    const uint64_t at = p.page_starts + request * p.page_bytes;
+    const int64_t begin = kvpc_load_page(p, at), end = kvpc_load_page(p, at + p.page_bytes);
+    *pages = p.pages + (uint64_t)begin * p.page_bytes;
+    return begin >= 0 && end >= begin && (uint64_t)end <= p.max_pages && in_request < (uint64_t)(end - begin);
+}
+
 /* Stores the slot of a token, or -1, and counts what is past. */
-template <class token, class number>
+template <bool by_starts, class token, class number>
 KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request, token position, bool past)
 {
-    const bool found =
-        !past && kvpc_is_below(request, (number)p.requests) && kvpc_is_below(position, (number)p.positions);
+    bool found = !past && kvpc_is_below(request, (number)p.requests) && kvpc_is_below(position, (number)p.positions);
     const number by = (number)p.page.by, in_request = kvpc_divide((number)position, p.page);
-    const uint64_t pages = kvpc_number_at(p.pages, (number)request, (number)p.pages_step);
+    uint64_t pages = kvpc_number_at(p.pages, (number)request, (number)p.pages_step);
+    if (by_starts)
+        found = found && kvpc_find_pages(p, (uint64_t)request, in_request, &pages);
     const uint64_t at = kvpc_number_at(pages, in_request, (number)p.page_bytes);
     const uint64_t to = kvpc_number_at(p.slot, i, (number)p.slot_bytes);
     int32_t low = -1, high = -1; /* two words: one load for each, without a branch */
@@ -5201,8 +5217,8 @@ KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request,
         atomicAdd(p.rejected, 1u);
 }
 
-/* by_length: by cumulative counts. */
-template <bool by_length, class token, class number>
+/* by_length: by cumulative counts. by_starts: with page_starts. */
+template <bool by_length, class token, class number, bool by_starts = false>
 static __global__ void __launch_bounds__(kvpc_slots_most_threads)
     kvpc_slots_kernel(const KVPRIM_GRID_CONSTANT kvpc_slots KVPRIM_IN_PLACE p)
 {
@@ -5217,14 +5233,14 @@ static __global__ void __launch_bounds__(kvpc_slots_most_threads)
             bool past = !kvpc_is_of_request(s, (token)i); /* it has no request, or its position takes over 63 bits */
             if (sizeof(token) == 8)
                 past = past || further > (uint64_t)INT64_MAX - start;
-            kvpc_store_slot(p, i, (int64_t)request, (int64_t)(start + further), past);
+            kvpc_store_slot<by_starts>(p, i, (int64_t)request, (int64_t)(start + further), past);
         } else {
             const uint64_t request_at = kvpc_token_at<token>(p, p.request, i);
             const uint64_t position_at = kvpc_token_at<token>(p, p.position, i);
             kvpc_wait_for_inputs(p);
             const token request = kvpc_load_token<token, number>(p, request_at),
                         position = kvpc_load_token<token, number>(p, position_at);
-            kvpc_store_slot(p, i, request, position, false);
+            kvpc_store_slot<by_starts>(p, i, request, position, false);
         }
 }
 
@@ -5236,7 +5252,7 @@ static bool kvpc_slots_are_small(const kvpc_slots *p)
            p->count <= most / 2;
 }
 
-template <class token, class number>
+template <class token, class number, bool by_starts = false>
 static kvprim_status kvpc_start_slots(const kvpc_call *call, const kvpc_slots *p, bool by_length)
 {
     const uint32_t wanted = p->count > kvpc_slots_few ? 2 * kvpc_slots_threads : kvpc_slots_threads;
@@ -5244,7 +5260,8 @@ static kvprim_status kvpc_start_slots(const kvpc_call *call, const kvpc_slots *p
     const uint64_t most = call->launch.max_sms > 0 ? (uint64_t)call->launch.max_sms : (uint64_t)kvpc_slots_most_blocks;
     const uint64_t blocks = (p->count + threads - 1) / threads;
     return kvpc_start(call,
-                      by_length ? kvpc_slots_kernel<true, token, number> : kvpc_slots_kernel<false, token, number>,
+                      by_length ? kvpc_slots_kernel<true, token, number, by_starts>
+                                : kvpc_slots_kernel<false, token, number, by_starts>,
                       (uint32_t)(blocks < most ? blocks : most), threads, *p);
 }
 
@@ -5274,11 +5291,15 @@ static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_de
     p.slot_bytes = kvpc_index_size(d->slot_type);
     p.token_bytes = kvpc_index_size(d->token_type);
     p.rejected = d->rejected;
+    p.page_starts = (uintptr_t)d->page_starts, p.max_pages = max_pages;
     const bool by_length = d->cu_seqlens != NULL, small = kvpc_slots_are_small(&p);
     const bool late = by_length && p.count > kvpc_slots_first; /* blocks that wait would take the room of blocks */
     p.pdl = !call->launch.pdl ? kvpc_alone : late ? kvpc_trigger_late : kvpc_trigger_first;
     p.each = kvpc_divisor_of(
         d->count % d->requests == 0 && d->count / d->requests <= kvpc_slots_each ? d->count / d->requests : 0);
+    if (d->page_starts)
+        return small && d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t, true>(call, &p, by_length)
+                                                    : kvpc_start_slots<int64_t, uint64_t, true>(call, &p, by_length);
     return !small                        ? kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length)
            : d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
                                          : kvpc_start_slots<int64_t, uint32_t>(call, &p, by_length);
@@ -5290,6 +5311,8 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
     const uint64_t size = kvpc_index_size(d->token_type), n = (uint64_t)d->count, requests = (uint64_t)d->requests;
     const uint64_t pages = (requests - 1) * (uint64_t)d->pages_stride + (uint64_t)d->max_pages;
     KVPRIM_TRY(kvpc_check_bytes(function, "pages", d->pages, pages * kvpc_index_size(d->pages_type)));
+    KVPRIM_TRY(
+        kvpc_check_bytes(function, "page_starts", d->page_starts, (requests + 1) * kvpc_index_size(d->pages_type)));
     KVPRIM_TRY(kvpc_check_bytes(function, "request", d->request, n * size));
     KVPRIM_TRY(kvpc_check_bytes(function, "position", d->position, n * size));
     KVPRIM_TRY(kvpc_check_bytes(function, "cu_seqlens", d->cu_seqlens, (requests + 1) * size));

@@ -334,6 +334,7 @@ package()
     export KVPRIM_CUDA_ARCH=none PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1
     cell 'examples/python builds' env CC="$CC" CXX="$CXX" python3 examples/python/build_backend.py "$build/python"
     program 'examples/python on the CPU' python3 examples/python/tests/test_kvprim.py
+    program 'engines of examples/python on the CPU' python3 examples/python/tests/test_engines.py
     if python_modules torch transformers; then
         cell 'examples/13_transformers on the CPU' python3 examples/13_transformers/run.py
     else
