@@ -1146,7 +1146,8 @@ template <class T, int max_ranks> struct kvpn_reduction {
 
 template <bool aligned, int max_ranks> struct kvpn_reduction<kvpn_any<aligned>, max_ranks> {
     /* Rolled, where unrolled words would need too many registers (fp8 without conversions in PTX) or instructions. */
-    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1, is_any = 1 };
+    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1 };
+    enum { is_any = aligned || max_ranks < 8 }; /* all ways as one would need too many, too */
 
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &p)
     {
@@ -3412,8 +3413,8 @@ static void kvpn_register_window(kvpn_init_task *task)
    Which way a collective takes, and which kernel that is. The first row that fits decides. Sizes are compared with
    kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the
    kernel alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack.
-   Other reductions and other tensors take kvpn_any, with which kvpn_two_shot is also kvpn_one_shot and kvpn_scatter.
-   ranks: the world, rounded up to 2, 4 or 8.
+   Other reductions and other tensors take kvpn_any, with which kvpn_two_shot is also kvpn_one_shot and kvpn_scatter,
+   except for unaligned tensors of more than 4 ranks. ranks: the world, rounded up to 2, 4 or 8.
 
        own kernels are off, or there is none for the type or the op     NCCL
        more bytes than the limit (a reduction: and not deterministic)   NCCL
@@ -3572,11 +3573,12 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_ex
 }
 
 /* Aligned sums of fp32, bf16 and fp16 have kernels of their own; KVPRIM_U8 stands for all else, which kvpn_any does.
-   Any: the way of its kernels. */
-template <template <class, int> class Way, int max_ranks, template <class, int> class Any = kvpn_two_shot>
+   Any, Odd: the ways of its kernels; Odd: those for tensors that are not aligned. */
+template <template <class, int> class Way, int max_ranks, template <class, int> class Any = kvpn_two_shot,
+          template <class, int> class Odd = Any>
 static const void *kvpn_pick(kvprim_dtype dtype, bool whole)
 {
-    return !whole                 ? (const void *)kvpn_kernel<Any, kvpn_any<false>, max_ranks>
+    return !whole                 ? (const void *)kvpn_kernel<Odd, kvpn_any<false>, max_ranks>
            : dtype == KVPRIM_F32  ? (const void *)kvpn_kernel<Way, kvpn_f32, max_ranks>
            : dtype == KVPRIM_BF16 ? (const void *)kvpn_kernel<Way, kvpn_bf16, max_ranks>
            : dtype == KVPRIM_F16  ? (const void *)kvpn_kernel<Way, kvpn_f16, max_ranks>
@@ -3587,7 +3589,7 @@ template <template <class, int> class Way> static const void *kvpn_pick(kvprim_d
 {
     return world == 2   ? kvpn_pick<Way, 2>(dtype, whole)
            : world <= 4 ? kvpn_pick<Way, 4>(dtype, whole)
-                        : kvpn_pick<Way, 8>(dtype, whole);
+                        : kvpn_pick<Way, 8, kvpn_two_shot, Way>(dtype, whole);
 }
 
 #ifndef KVPRIM_NO_EXCHANGE

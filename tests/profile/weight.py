@@ -37,7 +37,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
 BUDGETS = {'kvprim.h': Budget(4454, 0, 0), 'kvprim_cuda.cuh': Budget(5397, 93, 628),
-           'kvprim_nccl.h': Budget(5677, 78, 1195)}
+           'kvprim_nccl.h': Budget(5679, 78, 1195)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
