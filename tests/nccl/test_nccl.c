@@ -779,10 +779,22 @@ template <template <class, int> class Way, int ranks> static const void *sum_ker
                                   : (const void *)kvpn_kernel<Way, kvpn_f16, ranks>;
 }
 
-/* The kernel of a reduction that is not a pipeline. own: one for this type's sums. */
+/* The kernel of a reduction that is not a pipeline, of tensors that are not aligned. */
+template <int ranks> static const void *odd_kernel(kvpn_way)
+{
+    return (const void *)kvpn_kernel<kvpn_two_shot, kvpn_any<false>, ranks>;
+}
+template <> const void *odd_kernel<8>(kvpn_way way)
+{
+    return way == kvpn_by_one_shot   ? (const void *)kvpn_kernel<kvpn_one_shot, kvpn_any<false>, 8>
+           : way == kvpn_by_two_shot ? (const void *)kvpn_kernel<kvpn_two_shot, kvpn_any<false>, 8>
+                                     : (const void *)kvpn_kernel<kvpn_scatter, kvpn_any<false>, 8>;
+}
+
+/* The same of any tensors. own: one for this type's sums. */
 template <int ranks> static const void *reduction_kernel(kvpn_way way, kvprim_dtype dtype, bool own, bool whole)
 {
-    return !whole                    ? (const void *)kvpn_kernel<kvpn_two_shot, kvpn_any<false>, ranks>
+    return !whole                    ? odd_kernel<ranks>(way)
            : !own                    ? (const void *)kvpn_kernel<kvpn_two_shot, kvpn_any<true>, ranks>
            : way == kvpn_by_one_shot ? sum_kernel<kvpn_one_shot, ranks>(dtype)
            : way == kvpn_by_two_shot ? sum_kernel<kvpn_two_shot, ranks>(dtype)

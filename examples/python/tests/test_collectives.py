@@ -408,6 +408,7 @@ def process_rank(rank, world, port):
     """One of several processes, with a GPU each if there are so many."""
     import torch.distributed as distributed
     torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     store = distributed.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     distributed.init_process_group("gloo", store=distributed.PrefixStore("gloo", store), rank=rank, world_size=world)
 
@@ -521,6 +522,7 @@ def sends_itself(comm):
 
 
 def alone():
+    torch.cuda.set_stream(torch.cuda.Stream())
     comm = kvprim.Communicator(0, 1, kvprim.new_id(), buffer_bytes=1 << 20)
     r = Rank(comm, lambda: None, True)
     for test in (buffers, graphs):
