@@ -54,7 +54,7 @@ COMPILE_CXX = $(CXX) -std=c++17 $(WARNINGS) $(CPPFLAGS) $(CXXFLAGS) -pthread -I.
 # it knows them; each adds 10 s to a program's compilation. What is built for sm_80 also runs on sm_86, and so on.
 CUDA_ARCH ?= native
 USUAL = 80 90
-lib build/libkvprim_cuda.so: USUAL = 80 90 100 120
+lib build/libkvprim_cuda.so build/libkvprim_nccl.so: USUAL = 80 90 100 120
 KNOWN = $(eval KNOWN := $$(shell $$(NVCC) --list-gpu-arch 2>/dev/null))$(KNOWN)
 BUILT_FOR = $(or $(strip $(if $(filter native,$(CUDA_ARCH)),$(if $(GPU_HERE),,$(foreach arch,$(USUAL),$(if $(filter \
     compute_$(arch),$(KNOWN)),sm_$(arch)))))),$(CUDA_ARCH))
@@ -89,12 +89,12 @@ $(if $(and $(NCCL_INCLUDE),$(NCCL_LIBRARY)),,$(error NCCL_HOME=$(NCCL_HOME): no 
 endif
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
-EXAMPLES = build/01_rows build/02_kv_replay build/18_step build/20_keys
+EXAMPLES = build/01_rows build/02_kv_replay build/18_step build/21_keys
 
 help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
 	@echo 'make examples  build the examples'
-	@echo 'make lib       build build/libkvprim.so, the C functions for other languages'
+	@echo 'make lib       build build/libkvprim.so and libkvprim_nccl.so, the C functions for other languages'
 	@echo 'make test      test every function that this machine can test, in a minute'
 	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
 	@echo 'make replay    measure the replay of a trace (TRACE=path DEVICE=cpu or cuda), output to build/results/'
@@ -227,7 +227,7 @@ ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench convert-bench transfer-b
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
 
-# nccl-test builds 06 and 17 where it runs them.
+# nccl-test builds 06, 17 and 20 where it runs them.
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 	@$(if $(and $(NVCC),$(NO_GPU)),echo 'examples for a GPU: built$(NO_GPU)',:)
@@ -277,7 +277,8 @@ wheel:
 
 # These need a python3 that has torch. Without a GPU they run on the CPU.
 torch: build/python/built
-	$(call keep,gpu_torch_ops,$(CHECKSUMS); $(USE_PACKAGE) examples/python/tests/test_kvprim.py || failed=1)
+	$(call keep,gpu_torch_ops,$(CHECKSUMS) kvprim_nccl.h; for test in kvprim collectives engines; do \
+	    $(USE_PACKAGE) examples/python/tests/test_$$test.py || failed=1; done)
 
 # Compares with PyTorch, if python3 has it.
 torch-bench: build/python/built
@@ -363,7 +364,9 @@ $(GPU_BENCHES) build/bench_convert build/bench_transfer: build/%: tests/bench/%.
 
 # The library for other languages. CUDA's runtime is linked in and exports nothing, so no libcudart.so must be found. It
 # shares the device's context with any other runtime in the process, such as torch's, whatever their versions are.
-lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so
+# The collectives are a library of their own, which takes the libnccl.so.2 of its process.
+lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so $$(if $$(and $$(NVCC),$$(NCCL_INCLUDE),$$(NCCL_LIBRARY)),\
+    build/libkvprim_nccl.so)
 	@ln -sf $(<F) build/libkvprim.so
 	@echo 'build/libkvprim.so: $(if $(NVCC),for CPU and GPU$(and $(NO_GPU),:$(NO_GPU)),host functions alone: no nvcc)'
 
@@ -371,11 +374,14 @@ lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so
 comma = ,
 escaped = $(subst $(comma),\$(comma),$(CFLAGS))
 HOST_CFLAGS = $(if $(filter-out file default undefined,$(origin CFLAGS)),$(escaped:%=-Xcompiler '%'))
-build/libkvprim_cuda.so: kvprim.h kvprim_cuda.cuh build/flags
-	@echo '#include "kvprim_cuda.cuh"' >build/libkvprim.cu
-	@echo '{ global: kvprim_*; local: *; };' >build/libkvprim.map
-	$(COMPILE_CUDA) $(HOST_CFLAGS) -shared -cudart static -Xcompiler -fPIC -Xlinker --version-script=build/libkvprim.map \
-	    -DKVPRIM_IMPLEMENTATION -DKVPRIM_EXPORT build/libkvprim.cu -o $@
+build/libkvprim_cuda.so: kvprim_cuda.cuh
+build/libkvprim_nccl.so: kvprim_nccl.h
+build/libkvprim_cuda.so build/libkvprim_nccl.so: kvprim.h build/flags
+	@echo '#include "kvprim_$(@:build/libkvprim_%.so=%).$(if $(findstring nccl,$@),h,cuh)"' >$(@:.so=.cu)
+	@echo '{ global: kvprim_*; local: *; };' >$(@:.so=.map)
+	$(COMPILE_CUDA) $(HOST_CFLAGS) -shared -cudart static -Xcompiler -fPIC -Xlinker --version-script=$(@:.so=.map) \
+	    -DKVPRIM_IMPLEMENTATION -DKVPRIM_EXPORT $(if $(findstring nccl,$@),-I$(NCCL_INCLUDE)) $(@:.so=.cu) -o $@ \
+	    $(if $(findstring nccl,$@),-Xlinker $(NCCL_LIBRARY))
 
 build/libkvprim_host.so: kvprim.h build/flags
 	$(COMPILE_C) -shared -fPIC -DKVPRIM_IMPLEMENTATION -DKVPRIM_EXPORT -x c kvprim.h -o $@
@@ -386,7 +392,7 @@ build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
 
-build/01_rows build/18_step build/20_keys: build/%: examples/%.c $(HEADERS) build/flags
+build/01_rows build/18_step build/21_keys: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags

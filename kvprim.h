@@ -49,19 +49,20 @@
        >>move        checked moves: check once, run often, several in one launch
        >>launch      how kvprim_cuda.cuh runs a call: stream, overlap with the kernel before, share of the GPU
        >>check       the checks alone
-       >>impl_elements   conversions of one element
+       >>impl_rows       where a row starts: index rule, page arithmetic; for kernels, too
+       >>impl_elements   conversions of one element; what a new element type touches
        >>impl        the implementation:
            >>impl_status
            >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
-           >>impl_table           defaults; where a row and a layer start; how far a table reaches
+           >>impl_table           defaults; where a layer starts; how far a table reaches
            >>impl_check           checks of a table
            >>impl_check_format    checks of a side's element type, and of its scales
            >>impl_check_side      checks of one side, its index and `rejected`
            >>impl_check_layers    overlap of layers
-           >>impl_check_areas     whether a row or a scale meets another one
-           >>impl_check_uses      one list of all that a call uses; whether two of them meet; checks of a whole move
+           >>impl_check_areas     the arithmetic of it: whether any row or scale of one area meets one of another
+           >>impl_check_uses      all that a call uses in one list, and the refusal of two that meet (K over V, say)
            >>impl_moves           descriptors into moves
-           >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
+           >>impl_cpu_move        the executor: `rejected`, zero fill, copies
            >>impl_cpu_blocks      conversion of a few elements
            >>impl_cpu_convert     the executor's loop for rows that convert; gather, store, transfer
            >>impl_preset          caches of engines
@@ -474,16 +475,21 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
    requests + 1 cumulative token counts in ascending order: request r has the tokens cu_seqlens[r] to
    cu_seqlens[r + 1] - 1 (none if the two are equal), and token i is at position starts[r] + i - cu_seqlens[r].
 
+   So are page numbers: each request has max_pages, or page_starts holds requests + 1 cumulative page counts (FlashInfer's
+   kv_indptr, beside kv_indices), and request r has the pages page_starts[r] to page_starts[r + 1] - 1.
+
    A negative request, position or page number is padding, whatever the others are: slot[i] is -1. slot[i] is also -1,
    and one is added to *rejected if there is such a counter, for: a request >= requests, a token in no request (i <
-   cu_seqlens[0] or i >= cu_seqlens[requests]), a position >= max_pages * page_rows, and a slot >= rows. So whatever the
-   arrays hold, each slot is -1 or in [0, rows), and nothing outside the arrays is read. If cu_seqlens descends
-   somewhere, it is unspecified which of these values a token gets.
+   cu_seqlens[0] or i >= cu_seqlens[requests]), a position on none of the request's pages, a request whose page_starts
+   descend or leave [0, max_pages], and a slot >= rows. So whatever the arrays hold, each slot is -1 or in [0, rows), and
+   nothing outside the arrays is read. If cu_seqlens descends somewhere, it is unspecified which of these values a token
+   gets.
 
    kvprim_store_desc.slot and kvprim_gather_desc.index take these slots, with base 0. To gather pages by cumulative
    lengths, call this and then kvprim_gather. */
 typedef struct kvprim_slots_desc {
-    const void *pages; /* page numbers, requests x max_pages. All arrays are aligned as their C types */
+    const void *pages; /* page numbers, requests x max_pages, or with page_starts max_pages of all requests. All arrays
+                          are aligned as their C types */
     kvprim_index_type pages_type;
     int32_t reserved_pages;
     int64_t requests, max_pages, pages_stride; /* pages_stride: elements from one request to the next; 0: max_pages */
@@ -496,14 +502,14 @@ typedef struct kvprim_slots_desc {
     kvprim_index_type slot_type; /* int32 holds the slots of up to 2^31 rows */
     int32_t reserved_slot;
     int64_t count;
-    uint32_t *rejected; /* optional, as in kvprim_gather_desc */
-    int64_t reserved;
+    uint32_t *rejected;      /* optional, as in kvprim_gather_desc */
+    const void *page_starts; /* optional: requests + 1 of pages_type; pages_stride must be 0 */
 } kvprim_slots_desc;
 
 /* Aliasing: slot and rejected must overlap neither each other nor any other array (checked).
    Errors: NULL (descriptor, pages, slot, or neither cu_seqlens nor request and position), SIZE (names the field and the
-   values), OVERLAP, ARGUMENT (both forms at once, starts without cu_seqlens, types, an array or counter that is not
-   aligned, a reserved field that is not 0). */
+   values), OVERLAP, ARGUMENT (both forms at once, starts without cu_seqlens, pages_stride beside page_starts, types, an
+   array or counter that is not aligned, a reserved field that is not 0). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots(const kvprim_slots_desc *desc);
 
 /* >>transfer -------------------------------------------------------------------------------------------------------
@@ -867,6 +873,20 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 #define KVPRIM_GRID_CONSTANT __grid_constant__
 #endif
 
+/* For kvprim's headers alone. KVPRIM_LIKELY orders the code: a taken branch costs up to 2 cycles. KVPRIM_TRY returns
+   the status unless it is KVPRIM_OK. */
+#if defined(__GNUC__) || defined(__clang__)
+#define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1)
+#else
+#define KVPRIM_LIKELY(x) (x)
+#endif
+#define KVPRIM_TRY(call)                                                                                               \
+    do {                                                                                                               \
+        const kvprim_status try_status = (call);                                                                       \
+        if (!KVPRIM_LIKELY(try_status == KVPRIM_OK))                                                                   \
+            return try_status;                                                                                         \
+    } while (0)
+
 /* For kvprim's headers alone: KVPRIM_RANGE(name) lasts until the function returns. */
 #ifndef KVPRIM_NVTX
 #define KVPRIM_RANGE(name) ((void)0)
@@ -903,7 +923,7 @@ static inline void kvpi_end_range(const int *level)
 
 /* >>impl_rows -- the index rule and the page arithmetic, for this header and for kernels */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION) ||   \
-     defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)) &&                                                           \
+     defined(KVPRIM_ELEMENTS) || defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)) &&                               \
     !defined(KVPRIM_ANYWHERE)
 #ifdef __CUDACC__
 #define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
@@ -952,7 +972,15 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
 
    They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. Those
    of one element have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on
-   such options. */
+   such options.
+
+   A new element type touches
+       here              the enum (>>dtype), kvpi_to_ and kvpi_of_ its name, kvpi_dtype_bytes() to kvpi_to_element(),
+                         KVPRIM_NARROW_LIST and kvpi_converts(); the table of >>format
+       kvprim_cuda.cuh   kvpc_decode_word(), kvpc_encode_word(), KVPRIM_BY_TYPE. Kernels of plain rows know fewer types:
+                         kvpc_is_plain_conversion()
+       kvprim_nccl.h     kvpn_type_of(); if own kernels reduce it, kvpn_has_kernels(), a struct of >>impl_pack, its bit
+                         beside kvpn_is_f32, kvpn_set_what(), kvpn_reduction<kvpn_any>. Its all ones must be a NaN */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_ELEMENTS)) &&             \
     !defined(KVPRIM_ELEMENT)
 
@@ -963,11 +991,7 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
 #include <float.h>
 #include <string.h>
 
-#ifdef __CUDACC__
-#define KVPRIM_ELEMENT static __host__ __device__ __forceinline__
-#else
-#define KVPRIM_ELEMENT static inline
-#endif
+#define KVPRIM_ELEMENT KVPRIM_ANYWHERE
 
 /* PTX knows the 8-bit floating types from sm_89 on (by CUDA 12.1). */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
@@ -1115,13 +1139,12 @@ KVPRIM_ELEMENT uint32_t kvpi_to_e8m0(float x)
     return kvpi_bits_of(x) >> 23;
 }
 
-/* The bytes of an element; 0 for anything but a kvprim_dtype. */
+/* The bytes of an element; 0 for anything but a kvprim_dtype. A digit for each type: the lowest is KVPRIM_U8's. */
 KVPRIM_ELEMENT int32_t kvpi_dtype_bytes(kvprim_dtype dtype)
 {
-    const int is_1 = dtype == KVPRIM_U8 || dtype == KVPRIM_INT8 || dtype == KVPRIM_F8E4M3 || dtype == KVPRIM_F8E5M2 ||
-                     dtype == KVPRIM_F8E8M0;
-    const int is_2 = dtype == KVPRIM_F16 || dtype == KVPRIM_BF16, is_4 = dtype == KVPRIM_F32 || dtype == KVPRIM_INT32;
-    return is_1 ? 1 : is_2 ? 2 : is_4 ? 4 : dtype == KVPRIM_F64 || dtype == KVPRIM_INT64 ? 8 : 0;
+    const uint64_t digits = 0x11184184221;
+    const uint32_t type = (uint32_t)dtype - (uint32_t)KVPRIM_U8;
+    return type < 16 ? (int32_t)(digits >> 4 * type & 15) : 0;
 }
 
 KVPRIM_ELEMENT int kvpi_is_quantised(kvprim_dtype dtype)
@@ -1265,15 +1288,13 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #ifdef __cplusplus
 #define KVPRIM_STATIC_ASSERT static_assert
 #else
-#define KVPRIM_STATIC_ASSERT _Static_assert
+#define KVPRIM_STATIC_ASSERT _Static_assert /* tcc's assert.h has no other name */
 #endif
 
 #if defined(__GNUC__) || defined(__clang__)
-#define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1) /* for the order of the code: a taken branch costs up to 2 cycles */
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
 #define KVPRIM_SELDOM __attribute__((noinline)) static /* inlined, it would slow down its caller */
 #else
-#define KVPRIM_LIKELY(x) (x)
 #define KVPRIM_INLINE static inline
 #define KVPRIM_SELDOM static
 #endif
@@ -1877,14 +1898,6 @@ KVPRIM_API const char *kvprim_isa(void)
 
 /* >>impl_table ----------------------------------------------------------------------------------------------------- */
 
-/* Returns the status unless it is KVPRIM_OK. */
-#define KVPRIM_TRY(call)                                                                                               \
-    do {                                                                                                               \
-        const kvprim_status try_status = (call);                                                                       \
-        if (!KVPRIM_LIKELY(try_status == KVPRIM_OK))                                                                   \
-            return try_status;                                                                                         \
-    } while (0)
-
 /* Bytes of a table: what pointers can span, with room for one addition. 2^62 where they have 64 bits. */
 static const uint64_t kvpi_too_large = (uint64_t)PTRDIFF_MAX / 2 + 1;
 
@@ -1986,12 +1999,10 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
                                               : 0;
 }
 
-/* Where the last byte of rows 0 to `rows` - 1 ends. A whole page may reach further than a last one that is not full. */
+/* Where rows 0 to `rows` - 1 end; rows > 0. A whole page may reach further than a last one that is not full. */
 static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_bytes)
 {
     const uint64_t used = (uint64_t)rows, page_rows = (uint64_t)t->page_rows, stride = (uint64_t)t->stride;
-    if (used == 0)
-        return 0;
     uint64_t last = kvpi_mul(used - 1, stride);
     if (page_rows) {
         const uint64_t page = (used - 1) / page_rows, in_last = kvpi_mul((used - 1) % page_rows, stride);
@@ -2174,7 +2185,7 @@ static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
     const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = used ? (used - 1) * stride + row_bytes : 0;
+    side->bytes = (used - 1) * stride + row_bytes;
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)kvpi_mul(rows, stride);
     return KVPRIM_OK;
@@ -2276,31 +2287,32 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
 static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_format *const f = side->table.format;
-    const int kind = (int)f->scale, own = f->scales != NULL, per_tile = kind == KVPRIM_SCALE_TILE;
-    const int shared = f->scale_layer_stride == KVPRIM_SCALES_SHARED && !per_tile;
+    const int kind = (int)f->scale, own = f->scales != NULL;
+    const int shared = f->scale_layer_stride == KVPRIM_SCALES_SHARED && kind != KVPRIM_SCALE_TILE;
+    enum { tensor = KVPRIM_SCALE_TENSOR, head = KVPRIM_SCALE_HEAD, tile = KVPRIM_SCALE_TILE };
     const struct {
         const char *name;
         int64_t value;
-        int is_used, is_size;
-    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, kind, 0},
-                  {"scale_power_of_two", f->scale_power_of_two, per_tile, 0},
-                  {"scale_inverse", f->scale_inverse, kind, 0},
-                  {"scale_min", f->scale_min != 0, per_tile, 0},
-                  {"tile", f->tile, kind >= KVPRIM_SCALE_HEAD, 1},
-                  {"scales", own, kind, 0},
-                  {"scale_offset", f->scale_offset, kind, 1},
-                  {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD, 1},
-                  {"scale_stride", f->scale_stride, per_tile, 1},
-                  {"scale_page_stride", f->scale_page_stride, per_tile, 1},
-                  {"scale_layer_stride", f->scale_layer_stride, own, !shared},
-                  {"scales_bytes", f->scales_bytes, own, 1}};
+        int least; /* the least kind of scale that has such a field; 0: scales in memory of their own have it */
+    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, tensor},
+                  {"scale_power_of_two", f->scale_power_of_two, tile},
+                  {"scale_inverse", f->scale_inverse, tensor},
+                  {"scale_min", f->scale_min != 0, tile},
+                  {"tile", f->tile, head},
+                  {"scales", own, tensor},
+                  {"scale_offset", f->scale_offset, tensor},
+                  {"scale_tile_stride", f->scale_tile_stride, head},
+                  {"scale_stride", f->scale_stride, tile},
+                  {"scale_page_stride", f->scale_page_stride, tile},
+                  {"scale_layer_stride", shared ? 1 : f->scale_layer_stride, 0},
+                  {"scales_bytes", f->scales_bytes, 0}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
         if (!KVPRIM_LIKELY(fields[k].value == 0)) {
-            if (!fields[k].is_used)
+            if (fields[k].least ? kind < fields[k].least : !own)
                 return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
                                    m->names->function, kvpi_name(m, side), fields[k].name, kind,
                                    kind && !own ? " in the table's memory" : "");
-            if (fields[k].is_size && fields[k].value < 0)
+            if (fields[k].value < 0)
                 return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
                                    kvpi_name(m, side), fields[k].name, (long long)fields[k].value);
         }
@@ -2356,7 +2368,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
     if (f->scale && !f->scales && f->scale_offset == 0 && t->rows > 0) /* the first scale would be the first element */
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.format.scales is NULL, and scale_offset is 0", m->names->function,
                            kvpi_name(m, side));
-    if (elements % t->heads != 0)
+    if (t->heads > 1 && elements % t->heads != 0)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the elements of a row,",
                                (uint64_t)elements);
     if (f->scale == KVPRIM_SCALE_HEAD && f->tile == 0 && t->heads == 1)
@@ -2391,8 +2403,8 @@ static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
     return area;
 }
 
-/* A side's scales, whose layers are the table's if they lie in its memory. Copies no table: loads of what was just
-   written in other widths took a third of a check. */
+/* A side's scales, whose layers are the table's if they lie in its memory. Sets fields one by one, as copying a table
+   took a third of a check: its wide loads wait for the narrow stores just before them. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
@@ -2416,8 +2428,8 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 /* From an area's first byte to its last, of one layer or of all. */
 static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
 {
-    const uint64_t reach = kvpi_reach(&a->table, a->rows, a->row_bytes);
-    return reach ? kvpi_add(reach, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride)) : 0;
+    const uint64_t one = kvpi_reach(&a->table, a->rows, a->row_bytes);
+    return kvpi_add(one, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride));
 }
 
 /* Scales are aligned, lie apart from each other if they are written, and inside their memory if its size is known. In
@@ -2446,7 +2458,8 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
                                      {"format.scale_page_stride", f->scale_page_stride},
                                      {"format.scale_layer_stride", f->scale_layer_stride}};
     a.rows = a.table.rows;
-    if (!f->scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&a, 1)) > (uint64_t)side->layer_stride) {
+    const uint64_t one = kvpi_area_bytes(&a, 1); /* layer */
+    if (!f->scales && packed_layers && kvpi_add(offset, one) > (uint64_t)side->layer_stride) {
         a.layer_stride = side->layer_stride =
             (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* after all rows */
         loops[3].stride = (uint64_t)a.layer_stride;
@@ -2454,7 +2467,8 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
     /* where `scales` is set, kvpi_check_format() has looked at it */
     KVPRIM_TRY(f->scales ? kvpi_check_multiples(m, side, distances, 5, bytes)
                          : kvpi_check_all_aligned(m, side, distances, 5, bytes));
-    const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&a, a.layers));
+    const uint64_t layers = kvpi_mul((uint64_t)a.layers - 1, (uint64_t)a.layer_stride);
+    const uint64_t reach = kvpi_add(offset, kvpi_add(one, layers));
     if (reach >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes its scales reach further than",
                                kvpi_too_large);
@@ -2469,7 +2483,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
     if (side->table.bytes && reach > (uint64_t)side->table.bytes)
         return kvpi_fail_field(m, side, "bytes", side->table.bytes, "but its scales reach", reach);
     a.rows = used_rows;
-    const uint64_t used = used_rows ? kvpi_add(offset, kvpi_area_bytes(&a, 1)) : 0;
+    const uint64_t used = kvpi_add(offset, used_rows == a.table.rows ? one : kvpi_area_bytes(&a, 1));
     side->bytes = used > side->bytes ? used : side->bytes;
     return KVPRIM_OK;
 }
@@ -2500,7 +2514,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_bytes(m, side));
     if (!KVPRIM_LIKELY(!side->format.scale))
         KVPRIM_TRY(kvpi_check_scales(m, side, packed_layers));
-    if (!t->data && !side->device_layers && kvpi_used_rows(m, side) > 0)
+    if (!t->data && !side->device_layers)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
     return KVPRIM_OK;
 }
@@ -2802,7 +2816,7 @@ typedef struct kvpi_use {
     const kvprim_side *side;
 } kvpi_use;
 
-enum { kvpi_most_uses = 16 }; /* a store that converts K and V has 13 */
+enum { kvpi_most_uses = 12 }; /* a store that converts K and V has 10, and one that is NULL is written after them */
 
 typedef struct kvpi_uses {
     int count;
@@ -2924,10 +2938,10 @@ KVPRIM_INLINE kvprim_status kvpi_add_rows(kvpi_uses *u, const kvprim_move *m, co
     const char *first = (const char *)side->table.data, *last = first;
     const int ascends = m->layers == 1 || !first || kvpi_hull(m, side, &first, &last);
     const uint64_t bytes = (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes;
-    kvpi_use *const use = kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first,
-                                       side->bytes ? bytes : 0, 1);
+    kvpi_use *const use =
+        kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first, bytes, 1);
     use->move = m, use->side = side;
-    return written && !ascends && side->bytes ? kvpi_check_layers(m, 0) : KVPRIM_OK;
+    return written && !ascends ? kvpi_check_layers(m, 0) : KVPRIM_OK;
 }
 
 /* A side's scales. Those that are only read and lie in the table's memory are among the bytes of its rows. */
@@ -2967,14 +2981,9 @@ static kvprim_status kvpi_add_index(kvpi_uses *u, const kvprim_move *m, kvprim_s
     return KVPRIM_OK;
 }
 
-/* Checks a move by itself and beside the moves whose uses `u` holds, and fills in all its defaults. */
-static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u)
+/* Checks a move by itself, except its index, and fills in all its defaults. */
+static kvprim_status kvpi_check_sides(kvprim_move *m)
 {
-    const int before = u->count;
-    if (m->dst.index)
-        KVPRIM_TRY(kvpi_add_index(u, m, &m->dst, before == 0));
-    if (m->src.index)
-        KVPRIM_TRY(kvpi_add_index(u, m, &m->src, 1));
     if (m->row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
                            (long long)m->row_bytes);
@@ -2982,7 +2991,44 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u)
     if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
     KVPRIM_TRY(kvpi_check_side(m, &m->dst));
-    KVPRIM_TRY(kvpi_check_side(m, &m->src));
+    return kvpi_check_side(m, &m->src);
+}
+
+/* Whether a table and its format differ from another one's only in memory of the same alignment. They then pass the
+   same checks, with the same defaults and sizes. Structures are compared from one pointer to the next. */
+static int kvpi_is_like(const kvprim_table *a, const kvprim_table *b)
+{
+    const kvprim_format *const f = a->format, *const g = b->format;
+    const size_t table = offsetof(kvprim_table, format) - offsetof(kvprim_table, rows);
+    const size_t first = offsetof(kvprim_format, scales);
+    const size_t strides = offsetof(kvprim_format, nans) - offsetof(kvprim_format, scale_offset);
+    if (!f || !g || !a->data || !b->data || ((uintptr_t)a->data ^ (uintptr_t)b->data) % 16 != 0 ||
+        a->reserved != b->reserved || memcmp(&a->rows, &b->rows, table) != 0)
+        return 0;
+    return f == g || (!f->scales == !g->scales && ((uintptr_t)f->scales ^ (uintptr_t)g->scales) % 16 == 0 &&
+                      f->scales_bytes == g->scales_bytes && f->reserved == g->reserved && memcmp(f, g, first) == 0 &&
+                      memcmp(&f->scale_offset, &g->scale_offset, strides) == 0);
+}
+
+/* Makes a side of one that is checked, for a table that kvpi_is_like() its own. */
+static void kvpi_copy_side(kvprim_side *side, const kvprim_side *checked, const kvprim_table *t)
+{
+    *side = *checked;
+    side->table.data = t->data, side->table.format = t->format;
+    if (side->format.dtype)
+        side->format.scales = t->format->scales, side->format.nans = t->format->nans;
+}
+
+/* Checks a move by itself and beside the moves whose uses `u` holds. `done`: its sides are checked. */
+static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u, int done)
+{
+    const int before = u->count;
+    if (m->dst.index)
+        KVPRIM_TRY(kvpi_add_index(u, m, &m->dst, before == 0));
+    if (m->src.index)
+        KVPRIM_TRY(kvpi_add_index(u, m, &m->src, 1));
+    if (!done)
+        KVPRIM_TRY(kvpi_check_sides(m));
     if (m->same_cache)
         KVPRIM_TRY(kvpi_check_same_cache(m));
     KVPRIM_TRY(kvpi_add_rows(u, m, &m->dst));
@@ -3054,7 +3100,7 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
         return kvpi_fail_reserved("kvprim_gather", "", "", "");
     kvpi_uses uses;
     uses.count = 0;
-    return kvpi_check_move(m, &uses);
+    return kvpi_check_move(m, &uses, 0);
 }
 
 static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m)
@@ -3067,8 +3113,12 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     kvpi_set_move(&m[1], &v_names, d->v_bytes, has_v ? d->count : 0, NULL); /* a slot counts once */
     kvpi_set_side(&m[0].dst, &d->k_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
     kvpi_set_side(&m[0].src, &d->k, NULL, (kvprim_index_type)0, 0, 1);
-    kvpi_set_side(&m[1].dst, &d->v_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
-    kvpi_set_side(&m[1].src, &d->v, NULL, (kvprim_index_type)0, 0, 1);
+    const int alike = d->k_cache.format && d->count > 0 && d->k_bytes == d->v_bytes &&
+                      kvpi_is_like(&d->k_cache, &d->v_cache) && kvpi_is_like(&d->k, &d->v);
+    if (!alike) {
+        kvpi_set_side(&m[1].dst, &d->v_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
+        kvpi_set_side(&m[1].src, &d->v, NULL, (kvprim_index_type)0, 0, 1);
+    }
     if (d->count == 0)
         return KVPRIM_OK;
     if (!d->slot)
@@ -3080,9 +3130,13 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
                            d->v.data ? "v.data" : "v_bytes");
     kvpi_uses uses;
     uses.count = 0;
-    KVPRIM_TRY(kvpi_check_move(&m[0], &uses));
+    KVPRIM_TRY(kvpi_check_move(&m[0], &uses, 0));
+    if (alike) { /* most of a check's time is that of its sides */
+        kvpi_copy_side(&m[1].dst, &m[0].dst, &d->v_cache);
+        kvpi_copy_side(&m[1].src, &m[0].src, &d->v);
+    }
     if (has_v)
-        KVPRIM_TRY(kvpi_check_move(&m[1], &uses));
+        KVPRIM_TRY(kvpi_check_move(&m[1], &uses, alike));
     if (has_v && d->v_cache.rows != d->k_cache.rows)
         return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
                                (uint64_t)d->k_cache.rows);
@@ -3146,7 +3200,7 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->src));
     kvpi_uses uses;
     uses.count = 0;
-    KVPRIM_TRY(kvpi_check_move(m, &uses));
+    KVPRIM_TRY(kvpi_check_move(m, &uses, 0));
     if (m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache)
         return kvprim_fail(KVPRIM_ERROR_OVERLAP,
                            "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
@@ -3874,6 +3928,7 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
     KVPRIM_TRY(kvpi_add_array(&u, 1, "slot", d->slot, d->slot_type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "page_starts", d->page_starts, d->pages_type, each + 1, "requests", requests));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "request", d->request, type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "position", d->position, type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
@@ -3900,7 +3955,7 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
     if (d->starts && !d->cu_seqlens)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
                            d->starts);
-    if (d->reserved_pages | d->reserved_token | d->reserved_slot | d->reserved)
+    if (d->reserved_pages | d->reserved_token | d->reserved_slot)
         return kvpi_fail_reserved(function, "", "", "");
     const kvpi_number types[] = {
         {"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
@@ -3921,9 +3976,12 @@ static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d
         if (sizes[k].value < 1)
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
                                (long long)sizes[k].value);
-    if (d->pages_stride == 0)
+    if (d->page_starts && d->pages_stride)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pages_stride is %lld, but page_starts (%p) is set", function,
+                           (long long)d->pages_stride, d->page_starts);
+    if (d->pages_stride == 0 && !d->page_starts)
         d->pages_stride = d->max_pages;
-    if (d->pages_stride < d->max_pages)
+    if (d->pages_stride < d->max_pages && !d->page_starts)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: pages_stride is %lld, less than max_pages, %lld", function,
                            (long long)d->pages_stride, (long long)d->max_pages);
     if (d->slot_type == KVPRIM_I32 && d->rows > int32_rows)
@@ -3965,15 +4023,27 @@ static int kvpi_find_token(const kvprim_slots_desc *d, int64_t i, int64_t *reque
     return further > (uint64_t)INT64_MAX - (uint64_t)start; /* the sum does not fit */
 }
 
+/* Returns how many pages the request has, and where their numbers begin. */
+static int64_t kvpi_find_pages(const kvprim_slots_desc *d, int64_t request, int64_t *begin)
+{
+    *begin = request * d->pages_stride;
+    if (!d->page_starts)
+        return d->max_pages;
+    *begin = kvpi_element(d->page_starts, d->pages_type, request);
+    const int64_t end = kvpi_element(d->page_starts, d->pages_type, request + 1);
+    return *begin < 0 || end > d->max_pages || end < *begin ? 0 : end - *begin;
+}
+
 /* Returns the slot or -1. Sets *past if that -1 counts as rejected. */
 static int64_t kvpi_find_slot(const kvprim_slots_desc *d, int64_t request, int64_t position, int *past)
 {
+    int64_t begin = 0;
     if (request < 0 || position < 0)
         return -1;
     *past = 1;
-    if (request >= d->requests || position / d->page_rows >= d->max_pages)
+    if (request >= d->requests || position / d->page_rows >= kvpi_find_pages(d, request, &begin))
         return -1;
-    const int64_t page = kvpi_element(d->pages, d->pages_type, request * d->pages_stride + position / d->page_rows);
+    const int64_t page = kvpi_element(d->pages, d->pages_type, begin + position / d->page_rows);
     *past = page > d->rows / d->page_rows; /* then the product could overflow */
     if (page < 0 || *past)
         return -1;
@@ -5344,7 +5414,6 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
 #undef KVPRIM_PREFIX_I64
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512
-#undef KVPRIM_LIKELY
 #undef KVPRIM_SHA
 #undef KVPRIM_SUM
 #undef KVPRIM_XXH3
@@ -5353,7 +5422,6 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
 #undef KVPRIM_MOVE
 #undef KVPRIM_CONVERT
 #undef KVPRIM_NARROW_LIST
-#undef KVPRIM_TRY
 #undef KVPRIM_PREFETCH
 #undef KVPRIM_INLINE
 #endif /* implementation */

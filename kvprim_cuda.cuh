@@ -28,15 +28,14 @@
        >>device      device functions for your own kernels: where rows lie, copies by a warp
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
-           >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
-           >>impl_move_find       all other moves: parameters, index rule, page arithmetic, `rejected`
+           >>impl_row_kernels     gather and store of plain rows: where a row starts, `rejected`, zero fill, tails
+           >>impl_move_find       all other moves: parameters, where a row starts, `rejected`
            >>impl_move_kernels    ... once, any number, pipelined on few multiprocessors; short units over the link
            >>impl_convert_elements  elements in registers: decode, scale, encode
            >>impl_convert_rows    gather and store of plain rows that convert
            >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
            >>impl_meta_kernel     the same for fragments whose descriptors the GPU reads
-           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
-                                  what a transfer's memory must be
+           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_convert_plan    the same for plain rows that convert
@@ -44,14 +43,19 @@
            >>impl_move_lists      ... of device layers and indices of the host
            >>impl_move_batches    ... of several moves in a launch
            >>impl_move_lines      ... of short units over the link
-           >>impl_convert_moves   all other moves that convert: their kernel
-           >>impl_convert_move_plan   and its parameters
-           >>impl_run             which plan a call takes
+           >>impl_convert_moves   all other moves that convert: parameters, elements in memory
+           >>impl_convert_spans   ... their kernel
+           >>impl_convert_move_plan   which parameters it gets
+           >>impl_run             the table: which plan and which kernel a call takes
            >>impl_unpack_survey   what fragments or copies have in common
-           >>impl_unpack_host     their records in a launch's parameters; one launch or several, or CUDA's own copy
+           >>impl_unpack_host     their records in a launch's parameters
+           >>impl_unpack_run      one launch or several, or CUDA's own copy; the checks
            >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
            >>impl_slots           page tables into slots: the kernel and its parameters
            >>impl_calls           the public functions
+
+   In kvprim.h: all checks of descriptors (>>impl_check), the index rule and the page arithmetic (>>impl_rows), and what
+   a new element type touches (>>impl_elements).
 
    Rules that hold for every function here
        Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status.
@@ -109,9 +113,11 @@ extern "C" {
    source rows, may be read even if no row moves.
    The fastest kernels take one launch for a gather, or for a store of K and V together: fp16 or bf16 into a quantised
    type or out of it, of one layer, without max_sms, if rows, pieces of rows and tiles are made of groups of 8 elements
-   that are aligned to their size. Where scales are computed, source rows have at most 4,096 bytes, and no tile reaches
-   into a second piece; INT8's tiles are 16 to 512 elements, a power of two. V may have K's types and kind of scale, or,
-   beside K with computed scales, consist of bytes in words of 16. Other conversions take one launch each and, if groups
+   that are aligned to their size, or the quantised ones to 4 bytes. Where scales are computed, source rows have at most
+   4,096 bytes, and no tile reaches into a second piece; INT8's tiles are 16 to 512 elements, a power of two. V may have
+   K's types and kind of scale, or, beside K with computed scales, consist of bytes in words of 16; so may the second
+   move of a kvprim_cuda_move whose first is a gather that converts, from the same rows, with no more bytes than the
+   first one writes, both less than 4,096, and without `rejected`. Other conversions take one launch each and, if groups
    of 8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15 times. If a side of a transfer is
    pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No conversion uses the copy
    engine. */
@@ -239,6 +245,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
    first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
+#ifdef __CUDACC__
+#define KVPRIM_DEVICE_SELDOM static __device__ __noinline__ /* inlined, its code would be in the way of the rest */
+#else
+#define KVPRIM_DEVICE_SELDOM static
+#endif
 
 KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
 {
@@ -637,7 +648,8 @@ typedef struct kvpc_plain {
 
 /* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. If rows
    may have `parts`, blockIdx.x is the part, and up to kvpc_grid_rows blocks of rows have one blockIdx.z. */
-KVPRIM_DEVICE bool kvpc_find_thread(const kvpc_plain &p, bool parts, uint32_t loads, uint32_t *row, uint32_t *at)
+template <class params>
+KVPRIM_DEVICE bool kvpc_find_thread(const params &p, bool parts, uint32_t loads, uint32_t *row, uint32_t *at)
 {
     const uint32_t in_block = threadIdx.x * p.row_magic >> 16, lane = threadIdx.x - in_block * p.row_threads;
     const uint32_t block = parts ? blockIdx.z * kvpc_grid_rows + blockIdx.y : blockIdx.x;
@@ -655,23 +667,34 @@ typedef struct kvpc_index {
 
 /* The index rule for plain rows, of the index at address `at`. The two words of an int64 are two loads that do not wait
    for each other, so one kernel serves both types. Rows end at 2^31 or below: see kvpc_is_plain. */
-KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint64_t at, bool is_i64)
+KVPRIM_DEVICE kvpc_index kvpc_load_index(uint64_t at, bool is_i64)
 {
     kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
     if (is_i64)
         x.high = kvpc_load_i32(at + 4);
-    x.row = (uint32_t)x.low - p.base;
-    x.inside = x.row < p.rows && x.high == 0;
     return x;
 }
 
-KVPRIM_DEVICE uint64_t kvpc_index_at(const kvpc_plain &p, uint32_t i)
+template <class params> KVPRIM_DEVICE void kvpc_apply_index_rule(const params &p, kvpc_index *x)
+{
+    x->row = (uint32_t)x->low - p.base;
+    x->inside = x->row < p.rows && x->high == 0;
+}
+
+template <class params> KVPRIM_DEVICE kvpc_index kvpc_find_row(const params &p, uint64_t at, bool is_i64)
+{
+    kvpc_index x = kvpc_load_index(at, is_i64);
+    kvpc_apply_index_rule(p, &x);
+    return x;
+}
+
+template <class params> KVPRIM_DEVICE uint64_t kvpc_index_at(const params &p, uint32_t i)
 {
     return kvpc_row_at(p.index, i, p.index_step);
 }
 
 /* Counts an index that is past the table; one before it is padding. */
-KVPRIM_DEVICE void kvpc_count_rejected(const kvpc_plain &p, const kvpc_index &x)
+template <class params> KVPRIM_DEVICE void kvpc_count_rejected(const params &p, const kvpc_index &x)
 {
     const bool above = p.index_is_i64 ? (uint32_t)x.low >= p.base : x.low >= (int32_t)p.base;
     if (p.rejected && (x.high > 0 || (x.high == 0 && above)))
@@ -1415,8 +1438,12 @@ KVPRIM_DEVICE uint32_t kvpc_is_unusual(float scale)
     return kvpi_bits_of(scale) - 0x1f800000 >= 0x69800000 - 0x1f800000;
 }
 
-/* Divides n numbers of 11 bits by a scale of any kind, with less code than divisions take. */
-template <uint32_t n> KVPRIM_DEVICE void kvpc_divide_by_any(float *x, float scale)
+typedef struct kvpc_octet {
+    float e[8];
+} kvpc_octet;
+
+/* Divides numbers of 11 bits by a scale of any kind, with less code than divisions take. */
+KVPRIM_DEVICE kvpc_octet kvpc_divide_by_any(kvpc_octet x, float scale)
 {
 #ifdef __CUDA_ARCH__
     const uint32_t bits = kvpi_bits_of(scale), magnitude = bits & 0x7fffffff;
@@ -1425,13 +1452,21 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_divide_by_any(float *x, float scal
     kvpc_factor f = kvpc_over(kvpc_mul(scale, before));
     if (magnitude == 0 || magnitude >= 0x7f800000)
         f.high = f.low = kvpc_near_reciprocal(f.scale); /* infinity, 0, or NaN */
-    for (uint32_t k = 0; k < n; k++)
-        x[k] = kvpc_mul(x[k], before);
-    kvpc_apply_reciprocal<n>(x, f);
+    for (uint32_t k = 0; k < 8; k++)
+        x.e[k] = kvpc_mul(x.e[k], before);
+    kvpc_apply_reciprocal<8>(x.e, f);
 #else
-    for (uint32_t k = 0; k < n; k++)
-        x[k] = kvpi_quotient(x[k], scale);
+    for (uint32_t k = 0; k < 8; k++)
+        x.e[k] = kvpi_quotient(x.e[k], scale);
 #endif
+    return x;
+}
+
+/* The same as a function, so that its code is not fetched with what surrounds the call: few rows would take 1.05 times
+   as long (H100). Many would suffer from the registers that a call needs. */
+KVPRIM_DEVICE_SELDOM kvpc_octet kvpc_divide_by_any_seldom(kvpc_octet x, float scale)
+{
+    return kvpc_divide_by_any(x, scale);
 }
 
 /* Scales n numbers. */
@@ -1585,9 +1620,9 @@ template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_most_of(uint32_t most)
 
 /* K, V, or a half of the octets of K's rows. */
 typedef struct kvpc_route {
-    uint64_t src, dst;
+    uint64_t dst;
     uint64_t scales; /* of the first octet's tile; 0: there are none, all are 1 */
-    uint32_t src_stride, dst_stride;
+    uint32_t dst_stride;
     uint32_t page, head;            /* see kvpc_steps */
     uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
     uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
@@ -1596,28 +1631,49 @@ typedef struct kvpc_route {
     uint32_t edges; /* bytes of a row whose edges are fetched first, or 0 */
 } kvpc_route;
 
+/* How plain rows convert. The lowest bits are a kvpc_dependence: what is in a register since the kernel's begin does
+   not wait for the constant cache where it is used. */
+enum {
+    kvpc_dependences = 3,
+    kvpc_divides = 4,   /* otherwise elements are multiplied by their scale, or by its reciprocal */
+    kvpc_e5m2 = 8,      /* not E4M3 */
+    kvpc_e8m0 = 16,     /* scales; not fp32 */
+    kvpc_by_fours = 32, /* octets of the quantised side are at multiples of 4, not 8 */
+    kvpc_power_of_two = 64,
+    kvpc_wide_index = 128
+};
+
+/* In the order of use, as few rows take as long as their parameters take to come: see kvpc_plain. The first 48 bytes
+   and each 64 after them are a line of the constant cache. */
 typedef struct kvpc_convert {
-    kvpc_plain plain; /* heads are counted in octets; row_bytes, pair and step are not used */
+    uint64_t index;
+    uint32_t index_step, how;
+    uint32_t count, row_magic;
+    uint32_t block_rows, row_threads;
+    uint32_t octets;                              /* of the longest route */
+    uint32_t k_threads, lanes_shift, tile_octets; /* of kvpc_convert_tiles, as are v_magic and v_words */
+
+    uint64_t src[2]; /* of each route */
+    uint32_t src_stride[2];
+    uint32_t rows, base;
+    uint32_t v_magic, v_words;       /* v_magic: as row_magic */
+    kvpc_divisor32 page, head, tile; /* rows of a page, octets of a head and of a tile; 0: it is all, the row */
+
     kvpc_route route[2];
-    uint32_t octets;     /* of the longest route */
-    kvpc_divisor32 tile; /* octets of a tile; 0: it is the row */
-    uint32_t divides;    /* 0: elements are multiplied by their scale, or by its reciprocal */
-    uint32_t e5m2, e8m0; /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
-    uint32_t *nans;
+    uint32_t *nans, *rejected;
+    uint32_t index_is_i64;
 } kvpc_convert;
 
-/* Stores that compute scales. Each block_rows rows take k_threads threads for K, tile_lanes for each tile, and, where
-   V's words are only copied, as many more as these. Other blocks move V if it has tiles, too. */
+/* Stores that compute scales. Each block_rows rows take k_threads threads for K, 1 << lanes_shift (up to 32) for each
+   tile, and, where V's words are only copied, as many more as these. Other blocks move V if it has tiles, too. */
 typedef struct kvpc_convert_tiles : kvpc_convert {
-    uint32_t k_threads, v_magic, v_words;          /* v_magic: as row_magic */
-    uint32_t tile_octets, tile_lanes, lanes_shift; /* tile_lanes is 1 << lanes_shift, up to 32 */
-    uint32_t power_of_two;
-    uint32_t edges, scale_edges;   /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     float least, largest, inverse; /* `largest`: of the type; `inverse`: its reciprocal */
+    uint32_t edges, scale_edges;   /* bytes of a row and of its scales whose edges are fetched first, or 0 */
+    uint32_t edge_lanes;           /* a mask: the threads of a row that do so; `edges` are then those of a head */
 } kvpc_convert_tiles;
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
-KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, uint64_t at, uint32_t octet)
+KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_convert &p, const kvpc_route &s, uint64_t at, uint32_t octet)
 {
     return kvpc_row_at(at, kvpc_divide(octet + s.octet, p.head), s.head);
 }
@@ -1641,55 +1697,75 @@ KVPRIM_DEVICE void kvpc_store_scale(uint64_t address, float scale, bool e8m0)
         *(float *)kvpc_global(address) = scale;
 }
 
-/* Scales, rounds and stores octets, each with a scale of its own or all with one: all steps of one octet beside those
-   of the others. If !p.divides, they are multiplied by their own scale, or by the reciprocal of the one. */
-template <kvprim_dtype from, bool int8, uint32_t octets, bool own_scale>
-KVPRIM_DEVICE void kvpc_store_octets(const kvpc_convert &p, const uint64_t *dst, const uint4 *v, const float *scale,
-                                     uint32_t power_of_two, const bool *stores)
+/* The 8 bytes of an octet: one word, or two of 4 bytes. */
+KVPRIM_DEVICE void kvpc_store_octet(uint32_t how, uint64_t address, uint2 v)
 {
-    uint32_t unusual = p.divides == 0;
-    float e[octets][8];
+    if (KVPRIM_UNLIKELY((how & kvpc_by_fours) != 0)) {
+        ((uint32_t *)kvpc_global(address))[0] = v.x;
+        ((uint32_t *)kvpc_global(address))[1] = v.y;
+    } else {
+        kvpc_store8(address, v);
+    }
+}
+
+/* Multiplies or divides octets, each by a scale of its own, or all by one, or by its reciprocal: all steps of one octet
+   beside those of the others. */
+template <uint32_t octets, bool own_scale>
+KVPRIM_DEVICE void kvpc_scale_octets(uint32_t how, kvpc_octet *x, const float *scale)
+{
+    const bool multiplies = !(how & kvpc_divides);
+    uint32_t unusual = own_scale && multiplies;
+    for (uint32_t m = 0; m < (own_scale ? octets : 1); m++)
+        unusual |= kvpc_is_unusual(scale[m]);
+    if (!own_scale && multiplies) {
+        const float times = kvpc_reciprocal(scale[0]);
+        for (uint32_t m = 0; m < octets; m++)
+            kvpc_apply<8>(x[m].e, kvpc_times(times));
+    } else if (KVPRIM_UNLIKELY(unusual != 0))
+        for (uint32_t m = 0; m < octets; m++)
+            if (multiplies)
+                kvpc_apply<8>(x[m].e, kvpc_times(scale[m]));
+            else
+                x[m] = own_scale     ? kvpc_divide_by_any(x[m], scale[m])
+                       : octets == 1 ? kvpc_divide_by_any_seldom(x[m], scale[0])
+                                     : kvpc_divide_by_any(x[m], scale[0]);
+    else
+        for (uint32_t m = 0; m < octets; m++)
+            kvpc_apply_reciprocal<8>(x[m].e, kvpc_over(scale[own_scale ? m : 0]));
+}
+
+/* Scales, rounds and stores octets. */
+template <kvprim_dtype from, bool int8, uint32_t octets, bool own_scale>
+KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint64_t *dst, const uint4 *v,
+                                     const float *scale, const bool *stores)
+{
+    kvpc_octet x[octets];
     uint32_t out[octets][2];
     for (uint32_t m = 0; m < octets; m++) {
         const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
-        kvpc_decode<from, 8>(e[m], in);
+        kvpc_decode<from, 8>(x[m].e, in);
     }
-    for (uint32_t m = 0; m < (own_scale ? octets : 1); m++)
-        unusual |= kvpc_is_unusual(scale[m]);
-    if (KVPRIM_UNLIKELY(unusual != 0))
-        for (uint32_t m = 0; m < octets; m++)
-            if (!p.divides) {
-                const float one = scale[own_scale ? m : 0];
-                const float times = own_scale      ? one
-                                    : power_of_two ? kvpi_float_of(0x7f000000 - kvpi_bits_of(one))
-                                                   : kvpc_reciprocal(one);
-                for (uint32_t k = 0; k < 8; k++)
-                    e[m][k] = kvpc_mul(e[m][k], times);
-            } else
-                kvpc_divide_by_any<8>(e[m], scale[own_scale ? m : 0]);
-    else
-        for (uint32_t m = 0; m < octets; m++)
-            kvpc_apply_reciprocal<8>(e[m], kvpc_over(scale[own_scale ? m : 0]));
-    if (int8 && p.nans) {
+    kvpc_scale_octets<octets, own_scale>(how, x, scale);
+    if (int8 && nans_at) {
         uint32_t nans = 0;
         for (uint32_t m = 0; m < octets; m++)
             if (stores[m])
-                nans += kvpc_clear_nans<8>(e[m]);
+                nans += kvpc_clear_nans<8>(x[m].e);
         if (nans)
-            atomicAdd(p.nans, nans);
+            atomicAdd(nans_at, nans);
     }
     if (int8)
         for (uint32_t m = 0; m < octets; m++)
-            kvpc_encode<KVPRIM_INT8, 8>(out[m], e[m]);
-    else if (KVPRIM_UNLIKELY(p.e5m2 != 0))
+            kvpc_encode<KVPRIM_INT8, 8>(out[m], x[m].e);
+    else if (KVPRIM_UNLIKELY((how & kvpc_e5m2) != 0))
         for (uint32_t m = 0; m < octets; m++)
-            kvpc_encode<KVPRIM_F8E5M2, 8>(out[m], e[m]);
+            kvpc_encode<KVPRIM_F8E5M2, 8>(out[m], x[m].e);
     else
         for (uint32_t m = 0; m < octets; m++)
-            kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], e[m]);
+            kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], x[m].e);
     for (uint32_t m = 0; m < octets; m++)
         if (stores[m])
-            kvpc_store8(dst[m], uint2{out[m][0], out[m][1]});
+            kvpc_store_octet(how, dst[m], uint2{out[m][0], out[m][1]});
 }
 
 /* Stores rows whose scales are given, or none. Each thread moves an octet of each of `routes` routes. */
@@ -1698,23 +1774,24 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
     uint32_t i, at;
-    if (p.plain.pdl == kvpc_trigger_first)
+    const uint32_t how = p.how, dependence = how & kvpc_dependences;
+    if (dependence == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    if (!kvpc_find_thread(p.plain, true, 1, &i, &at) || at >= 16 * p.octets)
+    if (!kvpc_find_thread(p, true, 1, &i, &at) || at >= 16 * p.octets)
         return;
-    const uint64_t index_at = kvpc_index_at(p.plain, i);
+    const uint64_t index_at = kvpc_index_at(p, i);
     uint64_t src[routes], scale_at[routes];
     kvpc_settle(index_at);
     for (uint32_t m = 0; m < routes; m++) {
-        src[m] = kvpc_row_at(p.route[m].src + at, i, p.route[m].src_stride);
+        src[m] = kvpc_row_at(p.src[m] + at, i, p.src_stride[m]);
         scale_at[m] = kvpc_tile_at(p, p.route[m], p.route[m].scales, at / 16);
         kvpc_settle(src[m]), kvpc_settle(scale_at[m]);
     }
-    if (p.plain.pdl != kvpc_alone)
+    if (dependence != kvpc_alone)
         kvpc_pdl_wait();
-    if (p.plain.pdl == kvpc_trigger_late) /* after the loads it would be compiled to wait for them */
+    if (dependence == kvpc_trigger_late) /* after the loads it would be compiled to wait for them */
         kvpc_pdl_trigger();
-    const kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
+    const kvpc_index x = kvpc_find_row(p, index_at, (how & kvpc_wide_index) != 0);
     uint4 v[routes];
     float scale[routes];
     bool stores[routes];
@@ -1729,36 +1806,39 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (p.route[m].scales && stores[m])
             scale[m] = kvpc_load_f32(scale_at[m]);
     }
-    const uint32_t page = kvpc_divide(x.row, p.plain.page);
+    const uint32_t page = kvpc_divide(x.row, p.page);
     uint64_t dst[routes];
     for (uint32_t m = 0; m < routes; m++) {
         const kvpc_route &s = p.route[m];
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
         if (s.edges && x.inside && at == 0)
             kvpc_fetch_edges(row, s.edges);
-        dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * 8, at / 16);
+        dst[m] = kvpc_head_at(p, s, row + at / 16 * 8, at / 16);
         stores[m] = stores[m] && x.inside;
     }
-    kvpc_store_octets<from, int8, routes, true>(p, dst, v, scale, 0, stores);
+    kvpc_store_octets<from, int8, routes, true>(how, p.nans, dst, v, scale, stores);
     if (!x.inside && at == 0)
-        kvpc_count_rejected(p.plain, x);
+        kvpc_count_rejected(p, x);
 }
 
-/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one. */
+/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one, or then
+   a word that is only copied: those of V follow the octets. */
 template <kvprim_dtype to, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
     const kvpc_route &s = p.route[0];
+    const uint32_t how = p.how, dependence = how & kvpc_dependences;
     uint32_t i, at;
-    if (!kvpc_find_thread(p.plain, true, loads, &i, &at))
+    if (!kvpc_find_thread(p, true, loads, &i, &at))
         return;
-    const uint32_t first = at / 16, step = p.plain.row_threads;
-    const uint64_t index_at = kvpc_index_at(p.plain, i);
+    const uint32_t first = at / 16, step = p.row_threads;
+    const bool by_fours = loads > 1 && (how & kvpc_by_fours); /* few rows by eights would take 1.05 times as long */
+    const uint64_t index_at = kvpc_index_at(p, i);
     kvpc_settle(index_at);
-    if (p.plain.pdl != kvpc_alone)
+    if (dependence != kvpc_alone)
         kvpc_pdl_wait();
-    const kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
+    const kvpc_index x = kvpc_find_row(p, index_at, (how & kvpc_wide_index) != 0);
     float scale[loads];
     uint2 v[loads];
     for (uint32_t k = 0; k < loads; k++)
@@ -1767,22 +1847,31 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.octets)
                 scale[k] = kvpc_load_f32(kvpc_tile_at(p, s, s.scales, first + k * step));
-    const uint32_t page = kvpc_divide(x.row, p.plain.page);
-    const uint64_t src = kvpc_row_at(kvpc_row_at(s.src, x.row, s.src_stride), page, s.page);
+    const uint32_t page = kvpc_divide(x.row, p.page);
+    const uint64_t src = kvpc_row_at(kvpc_row_at(p.src[0], x.row, p.src_stride[0]), page, s.page);
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t octet = first + k * step;
-        const uint64_t from = kvpc_head_at(p.plain, s, src + 8 * octet, octet);
+        const uint64_t from = kvpc_head_at(p, s, src + 8 * octet, octet);
+        const bool has = x.inside && octet < p.octets;
         v[k] = uint2{0, 0};
-        if (x.inside && octet < p.octets)
+        if (has && !by_fours) /* two conditions, which are compiled without a branch */
             v[k] = kvpc_load8(from);
+        if (has && by_fours)
+            v[k] = uint2{(uint32_t)kvpc_load_i32(from), (uint32_t)kvpc_load_i32(from + 4)};
     }
+    const uint32_t word = first + step - p.octets;
+    const bool copies = loads > 1 && word < p.v_words;
+    uint4 copied = {0, 0, 0, 0};
+    if (copies && x.inside)
+        copied =
+            kvpc_load16(kvpc_row_at(kvpc_row_at(p.src[1] + 16 * word, x.row, p.src_stride[1]), page, p.route[1].page));
     if (s.scale_row && x.inside) {
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.octets)
-                scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), p.e8m0 != 0);
+                scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), (how & kvpc_e8m0) != 0);
     }
-    if (p.plain.pdl != kvpc_alone && loads == 1)
+    if (dependence != kvpc_alone && loads == 1)
         kvpc_pdl_trigger();
     const uint64_t dst = kvpc_row_at(s.dst + at, i, s.dst_stride);
     for (uint32_t k = 0; k < loads; k++) {
@@ -1791,7 +1880,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         uint32_t out[4];
         if (int8)
             kvpc_decode<KVPRIM_INT8, 8>(e, in);
-        else if (p.e5m2)
+        else if (how & kvpc_e5m2)
             kvpc_decode<KVPRIM_F8E5M2, 8>(e, in);
         else
             kvpc_decode<KVPRIM_F8E4M3, 8>(e, in);
@@ -1801,10 +1890,24 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (first + k * step < p.octets)
             kvpc_store16(dst + 16 * k * step, uint4{out[0], out[1], out[2], out[3]});
     }
-    if (p.plain.pdl != kvpc_alone && loads > 1)
+    if (copies)
+        kvpc_store16(kvpc_row_at(p.route[1].dst + 16 * word, i, p.route[1].dst_stride), copied);
+    if (dependence != kvpc_alone && loads > 1)
         kvpc_pdl_trigger();
     if (!x.inside && at == 0)
-        kvpc_count_rejected(p.plain, x);
+        kvpc_count_rejected(p, x);
+}
+
+/* The largest magnitudes of the `lanes` threads of a tile, a power of two. */
+template <kvprim_dtype from> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
+{
+    if (lanes == 32) {
+        most = kvpc_most<from>(most, kvpc_shuffle_xor(most, 16));
+        lanes = 16;
+    }
+    for (uint32_t k = 1; k <= 4; k++) /* not a loop of as many as are needed: that takes longer than some for nothing */
+        most = kvpc_most<from>(most, kvpc_shuffle_xor(most, lanes >> k));
+    return most;
 }
 
 /* Stores rows, and the scales that it computes. Thread g of a tile takes its octets g, g + tile_lanes, ... Threads of V
@@ -1813,67 +1916,74 @@ template <kvprim_dtype from, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
 {
-    if (p.plain.pdl == kvpc_trigger_first)
+    const uint32_t how = p.how, dependence = how & kvpc_dependences;
+    if (dependence == kvpc_trigger_first)
         kvpc_pdl_trigger();
     const bool copies = threadIdx.x >= p.k_threads, exact = loads < 8; /* a tile is tile_lanes * loads octets */
     const uint32_t thread = copies ? threadIdx.x - p.k_threads : threadIdx.x;
-    const uint32_t in_group = thread * (copies ? p.v_magic : p.plain.row_magic) >> 16;
-    const uint32_t lane = thread - in_group * (copies ? p.v_words : p.plain.row_threads);
-    const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.plain.block_rows + in_group;
-    const uint32_t tile = lane >> p.lanes_shift, in_tile = lane & (p.tile_lanes - 1);
+    const uint32_t in_group = thread * (copies ? p.v_magic : p.row_magic) >> 16;
+    const uint32_t lane = thread - in_group * (copies ? p.v_words : p.row_threads);
+    const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.block_rows + in_group;
+    const uint32_t tile = lane >> p.lanes_shift, lanes = 1u << p.lanes_shift;
+    const uint32_t in_tile = lane & (lanes - 1);
     const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile;
-    const bool any = i < p.plain.count && in_group < p.plain.block_rows;
-    const kvpc_route &s = p.route[copies || blockIdx.x];
-    const uint64_t index_at = kvpc_index_at(p.plain, any ? i : 0);
-    const uint64_t src = kvpc_row_at(s.src + 16 * first, i, s.src_stride);
+    const bool any = i < p.count && in_group < p.block_rows;
+    const bool second = copies || blockIdx.x;
+    const kvpc_route &s = p.route[second];
+    const uint64_t index_at = kvpc_index_at(p, any ? i : 0);
+    const uint64_t src = kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
+                                     second ? p.src_stride[1] : p.src_stride[0]);
     kvpc_settle(index_at), kvpc_settle(src);
-    if (p.plain.pdl != kvpc_alone)
+    if (dependence != kvpc_alone)
         kvpc_pdl_wait();
-    if (p.plain.pdl == kvpc_trigger_late)
+    if (dependence == kvpc_trigger_late)
         kvpc_pdl_trigger();
-    kvpc_index x = kvpc_find_row(p.plain, index_at, p.plain.index_is_i64);
-    x.inside = x.inside && any;
+    kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
     uint4 v[loads];
     bool has[loads];
-    for (uint32_t k = 0; k < loads; k++) {
-        has[k] = any && (copies ? k == 0 : exact || in_tile + k * p.tile_lanes < p.tile_octets);
+    for (uint32_t k = 0; k < loads; k++) { /* without a condition, which would keep the first load waiting */
+        has[k] = any && (exact || in_tile + k * lanes < p.tile_octets);
         v[k] = uint4{0, 0, 0, 0};
-        if (has[k])
-            v[k] = kvpc_load16(src + 16 * k * p.tile_lanes);
+        if (exact || has[k])
+            v[k] = kvpc_load16(src + (copies ? 0 : 16 * k * lanes));
     }
-    const uint32_t page = kvpc_divide(x.row, p.plain.page);
-    const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
-    const uint64_t scales = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
-    const uint64_t dst = copies ? row + 16 * first : kvpc_head_at(p.plain, s, row + 8 * first, first);
-    const uint64_t scale_at = kvpc_row_at(scales, tile, s.tile);
+    /* All that the index and the words are not needed for, while they are on their way. */
+    uint64_t dst = copies ? s.dst + 16 * first : kvpc_head_at(p, s, s.dst + 8 * first, first);
+    uint64_t scale_at = kvpc_row_at(s.scales, tile, s.tile);
     kvpc_settle(dst), kvpc_settle(scale_at);
-    uint32_t most = 0;
-    for (uint32_t k = 0; k < loads; k++)
+    kvpc_apply_index_rule(p, &x);
+    x.inside = x.inside && any;
+    const uint32_t page = kvpc_divide(x.row, p.page);
+    dst = kvpc_row_at(kvpc_row_at(dst, x.row, s.dst_stride), page, s.page);
+    scale_at = kvpc_row_at(kvpc_row_at(scale_at, x.row, s.scale_row), page, s.scale_page);
+    uint32_t most = kvpc_most<from>(kvpc_most<from>(v[0].x, v[0].y), kvpc_most<from>(v[0].z, v[0].w));
+    for (uint32_t k = 1; k < loads; k++)
         most = kvpc_most<from>(most, kvpc_most<from>(kvpc_most<from>(v[k].x, v[k].y), kvpc_most<from>(v[k].z, v[k].w)));
-    for (uint32_t distance = p.tile_lanes / 2; distance > 0; distance /= 2)
-        most = kvpc_most<from>(most, kvpc_shuffle_xor(most, distance));
+    most = kvpc_most_of_tile<from>(most, lanes);
+    kvpc_settle(dst), kvpc_settle(scale_at);
     if (copies) {
         if (x.inside)
             kvpc_store16(dst, v[0]);
         return;
     }
-    if (KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && lane == 0)) {
+    if (loads > 1 && KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && (lane & p.edge_lanes) == 0)) {
         if (p.edges)
-            kvpc_fetch_edges(row, p.edges);
+            kvpc_fetch_edges(dst, p.edges); /* of lane 0, where the row begins */
         if (p.scale_edges)
-            kvpc_fetch_edges(scales, p.scale_edges);
+            kvpc_fetch_edges(scale_at, p.scale_edges);
     }
-    const float scale = kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, p.power_of_two != 0);
+    const float scale =
+        kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, (how & kvpc_power_of_two) != 0);
     uint64_t to[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        to[k] = dst + 8 * k * p.tile_lanes;
+        to[k] = dst + 8 * k * lanes;
         has[k] = has[k] && x.inside;
     }
-    kvpc_store_octets<from, int8, loads, false>(p, to, v, &scale, p.power_of_two, has);
+    kvpc_store_octets<from, int8, loads, false>(how, p.nans, to, v, &scale, has);
     if (x.inside && in_tile == 0)
-        kvpc_store_scale(scale_at, scale, p.e8m0 != 0);
+        kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
-        kvpc_count_rejected(p.plain, x);
+        kvpc_count_rejected(p, x);
 }
 #endif
 
@@ -2313,18 +2423,12 @@ static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the status unless it is KVPRIM_OK. */
-#define KVPRIM_TRY(call)                                                                                               \
-    do {                                                                                                               \
-        const kvprim_status try_status = (call);                                                                       \
-        if (try_status != KVPRIM_OK)                                                                                   \
-            return try_status;                                                                                         \
-    } while (0)
-
-/* Every error of kvprim.h begins with "kvprim_": "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
-static kvprim_status kvpc_fail_check(kvprim_status status)
+/* The status of a check in kvprim.h, whose errors begin with "kvprim_": "kvprim_gather: ..." becomes
+   "kvprim_cuda_gather: ...". */
+static kvprim_status kvpc_checked(kvprim_status status)
 {
-    return kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
+    return status == KVPRIM_OK ? status
+                               : kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
 }
 
 /* A call on its way to the GPU. */
@@ -2678,10 +2782,9 @@ static bool kvpc_is_paged(const kvprim_side *side)
     return side->table.heads > 1 || side->table.page_rows > 0;
 }
 
-/* Whether the kernels of plain rows can take a move, a gather or a store: the number of threads fits 31 bits, and an
-   index less the base cannot wrap into the table. Only the indexed side may have pages and heads, and only if
-   everything is made of whole words. */
-static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
+/* Whether a move has the size and the sides of plain rows: the number of threads fits 31 bits, and an index less the
+   base cannot wrap into the table. Only the indexed side may have pages and heads. */
+static bool kvpc_has_plain_sides(const kvprim_move *m, uint64_t *bits)
 {
     if (kvpc_is_listed(m))
         return false;
@@ -2691,7 +2794,15 @@ static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
     return indexed->index && !other->index && m->layers == 1 && kvpc_is_plain_side(indexed, bits) &&
            kvpc_is_plain_side(other, bits) && m->row_bytes <= 1 << 20 && m->count <= 1 << 24 &&
            m->count * (1 + m->row_bytes / 512) <= 1 << 24 && base >= 0 && base <= INT32_MAX && rows <= int32_rows &&
-           base <= int32_rows - rows && !kvpc_is_paged(other) &&
+           base <= int32_rows - rows && !kvpc_is_paged(other);
+}
+
+/* Whether the kernels of plain rows can take a gather or a store: with pages and heads only if everything is made of
+   whole words. */
+static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
+{
+    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
+    return kvpc_has_plain_sides(m, bits) &&
            (!kvpc_is_paged(indexed) || (*bits | (uint64_t)indexed->piece_bytes) % 16 == 0);
 }
 
@@ -2728,13 +2839,12 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
     return (bytes + part - 1) / part;
 }
 
-/* Plans how threads share the rows, where each moves `loads` words of each of `tables` tables. Returns into how many
-   parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. With much work, a
-   block moves 4 KB or more, because a GPU starts less than one dependent block per nanosecond, and takes as many rows
-   as leave the smallest share of idle lanes. */
-static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
+/* Plans how threads share rows of up to `bytes`, where each moves `loads` words of each of `tables` tables. Returns
+   into how many parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. With
+   much work, a block moves 4 KB or more, because a GPU starts less than one dependent block per nanosecond, and takes
+   as many rows as leave the smallest share of idle lanes. */
+template <class params> static uint32_t kvpc_shape_rows(params *p, uint32_t bytes, uint32_t loads, uint32_t tables)
 {
-    const uint32_t bytes = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
     const uint32_t threads = kvpc_parts_of(bytes, 16 * loads);
     const uint64_t all = (uint64_t)p->count * threads;
     const uint32_t block = loads * tables == 1 && all > kvpc_many_threads ? 256 : 128;
@@ -2786,7 +2896,9 @@ static uint32_t kvpc_loads_of(const kvpc_call *call, uint64_t bytes, uint32_t ta
 static kvprim_status kvpc_start_words(const kvpc_call *call, kvpc_plain *p, uint32_t tables, bool paged, bool tails)
 {
     const uint64_t bytes = (uint64_t)p->count * (p->row_bytes[0] + p->row_bytes[1]);
-    const uint32_t loads = kvpc_loads_of(call, bytes, tables), parts = kvpc_shape_rows(p, loads, tables ? tables : 1);
+    const uint32_t longest = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
+    const uint32_t loads = kvpc_loads_of(call, bytes, tables);
+    const uint32_t parts = kvpc_shape_rows(p, longest, loads, tables ? tables : 1);
     const bool even = p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0];
     const bool exact = even && parts == 1 && p->row_threads * loads * 16 == p->row_bytes[0];
     const kvpc_fit fit = paged ? kvpc_paged : tails ? kvpc_tails : exact ? kvpc_exact : kvpc_words;
@@ -2811,7 +2923,7 @@ static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
     return kvpc_start(call, kvpc_bytes_kernel, kvpc_parts_of(p->count * parts, groups), kvpc_threads, *p);
 }
 
-static void kvpc_set_index(kvpc_plain *p, const kvprim_side *indexed, const kvprim_move *m)
+template <class params> static void kvpc_set_index(params *p, const kvprim_side *indexed, const kvprim_move *m)
 {
     p->index = (uintptr_t)indexed->index;
     p->index_is_i64 = indexed->index_type == KVPRIM_I64;
@@ -2866,11 +2978,11 @@ typedef void (*kvpc_tiles_convert)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
 #define KVPRIM_CONVERT_KERNEL(type, kernel, ...)                                                                       \
     ((type) == KVPRIM_BF16 ? kernel<KVPRIM_BF16, __VA_ARGS__> : kernel<KVPRIM_F16, __VA_ARGS__>)
 
-/* Whether all places of a side's rows are multiples of `word`. */
-static bool kvpc_is_made_of(const kvprim_side *side, int64_t word)
+/* Whether the places of a side's rows and heads are multiples of `word`, and heads of `unit` bytes. */
+static bool kvpc_is_made_of(const kvprim_side *side, uint64_t word, int64_t unit)
 {
-    uint64_t bits = (uint64_t)side->piece_bytes;
-    return kvpc_is_plain_side(side, &bits) && bits % (uint64_t)word == 0;
+    uint64_t bits = 0;
+    return kvpc_is_plain_side(side, &bits) && bits % word == 0 && side->piece_bytes % unit == 0;
 }
 
 /* Pages of scales are so many bytes further than their rows' stride says; -1: not in 32 bits. */
@@ -2898,13 +3010,13 @@ static uint32_t kvpc_octets_each(const kvprim_format *f, bool few)
 static bool kvpc_is_plain_conversion(const kvprim_move *m)
 {
     uint64_t bits = 0;
-    if (m->count == 0 || !m->dst.format.dtype || !kvpc_is_plain(m, &bits))
+    if (m->count == 0 || !m->dst.format.dtype || !kvpc_has_plain_sides(m, &bits))
         return false;
     const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_format &f = quantised->format;
     const bool tiles = f.scale == KVPRIM_SCALE_TILE;
     if (!kvpi_is_quantised(f.dtype) || (other->format.dtype != KVPRIM_BF16 && other->format.dtype != KVPRIM_F16) ||
-        !kvpc_is_made_of(other, 16) || !kvpc_is_made_of(quantised, 8))
+        !kvpc_is_made_of(other, 16, 16) || !kvpc_is_made_of(quantised, 4, 8))
         return false;
     if (!tiles && f.scale_dtype == KVPRIM_F8E8M0) /* scales that rows share are read as fp32 */
         return false;
@@ -2941,15 +3053,25 @@ static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v
            kvpi_bits_of(f.scale_min) == kvpi_bits_of(g.scale_min);
 }
 
+/* Whether a gather of K's octets takes V, too: of the same rows, in words that are only copied. There are no more words
+   than octets, and all are in one part, so that only the second load of a thread may be a word's. */
+static bool kvpc_is_gathered_beside(const kvprim_move *k, const kvprim_move *v)
+{
+    const kvprim_side *const a = &k->src, *const b = &v->src;
+    uint64_t bits = 0;
+    return k->zero && v->zero && !v->rejected && !v->dst.format.dtype && k->count == v->count &&
+           kvpc_is_same_naming(a, b) && a->table.page_rows == b->table.page_rows && b->table.heads == 1 &&
+           kvpc_is_plain(v, &bits) && (bits | (uint64_t)v->row_bytes) % 16 == 0 && v->row_bytes <= 2 * k->row_bytes &&
+           2 * k->row_bytes + v->row_bytes < 16 * 256;
+}
+
 /* What K or V is moved by. Sets the page's divisor, too. */
-static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
+static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_convert *p)
 {
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_table *const t = &indexed->table;
     kvpc_route s = {};
-    s.src = (uintptr_t)kvprim_side_layer(&m->src, 0);
     s.dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
-    s.src_stride = (uint32_t)m->src.table.stride;
     s.dst_stride = (uint32_t)m->dst.table.stride;
     s.page = (uint32_t)kvpc_page_step(t);
     s.head = (uint32_t)kvpc_head_step(indexed);
@@ -2976,12 +3098,12 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     const kvprim_table *const t = &indexed->table;
     const kvprim_format &f = indexed->format;
     const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
-    kvpc_set_index(&p->plain, indexed, m);
-    p->plain.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0).narrow;
+    kvpc_set_index(p, indexed, m);
+    p->head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0).narrow;
     p->tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0).narrow;
-    p->divides = f.scale && !m->zero && !f.scale_inverse;
-    p->e5m2 = f.dtype == KVPRIM_F8E5M2;
-    p->e8m0 = f.scale_dtype == KVPRIM_F8E8M0;
+    p->how = (f.scale && !m->zero && !f.scale_inverse ? kvpc_divides : 0) | (f.dtype == KVPRIM_F8E5M2 ? kvpc_e5m2 : 0) |
+             (f.scale_dtype == KVPRIM_F8E8M0 ? kvpc_e8m0 : 0) | (kvpc_is_made_of(indexed, 8, 8) ? 0 : kvpc_by_fours) |
+             (p->index_is_i64 ? kvpc_wide_index : 0);
     p->nans = m->zero ? NULL : f.nans;
 }
 
@@ -2990,13 +3112,11 @@ template <class params>
 static kvprim_status kvpc_start_convert(const kvpc_call *call, void (*kernel)(const params KVPRIM_IN_PLACE),
                                         uint32_t parts, uint32_t threads, uint64_t bytes, params *p)
 {
-    const uint32_t groups = kvpc_parts_of(p->plain.count, p->plain.block_rows);
+    const uint32_t groups = kvpc_parts_of(p->count, p->block_rows);
     const uint32_t z = groups > UINT16_MAX ? kvpc_parts_of(groups, kvpc_grid_rows) : 1;
     kvpc_call started = *call;
     started.launch.pdl = call->launch.pdl && (uint64_t)groups * parts <= kvpc_many_blocks;
-    p->plain.pdl = !started.launch.pdl         ? kvpc_alone
-                   : bytes <= kvpc_first_bytes ? kvpc_trigger_first
-                                               : kvpc_trigger_late;
+    p->how |= !started.launch.pdl ? kvpc_alone : bytes <= kvpc_first_bytes ? kvpc_trigger_first : kvpc_trigger_late;
     return kvpc_start(&started, kernel, dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : groups, z), threads, *p);
 }
 
@@ -3021,20 +3141,29 @@ static uint32_t kvpc_row_bytes(const kvprim_side *side)
     return (uint32_t)row + (!f.scales && f.scale_offset == row ? kvpc_scale_bytes(side) : 0);
 }
 
-/* Of many rows with tiles that do not fill whole granules, the edges are fetched first, and so are those of scales. */
+/* Of many rows with tiles that do not fill whole granules, the edges are fetched first, and so are those of scales,
+   unless each lies behind its head. */
 static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, const kvprim_move *v)
 {
     const kvprim_format &f = dst->format;
     const uint32_t scales = kvpc_scale_bytes(dst), row = kvpc_row_bytes(dst);
+    const int64_t head = dst->piece_bytes + kvpi_dtype_bytes(f.scale_dtype);
     const bool inside = !f.scales && f.scale_offset == dst->piece_bytes * dst->table.heads;
+    const bool behind_heads = !f.scales && dst->table.heads > 1 && f.scale_offset == dst->piece_bytes &&
+                              f.scale_tile_stride == dst->table.head_stride && f.tile == dst->piece_bytes;
     const bool whole = (dst->table.stride | f.scale_offset) % kvpc_granule_bytes == 0, tiles = v && v->dst.format.dtype;
     const kvpc_route &a = p->route[0], &b = p->route[1];
     const bool follows = v && !tiles && b.dst == a.dst + row && b.dst_stride == a.dst_stride && b.page == a.page;
     if (tiles && (kvpc_scale_bytes(&v->dst) != scales || kvpc_row_bytes(&v->dst) != row))
         return;
+    p->edge_lanes = UINT32_MAX;
+    if (behind_heads && dst->table.head_stride == head && dst->table.heads * head <= dst->table.stride)
+        p->edges = (uint32_t)(dst->table.heads * head);
+    else if (behind_heads)
+        p->edges = (uint32_t)head, p->edge_lanes = (1u << p->lanes_shift) - 1;
     if (dst->table.heads == 1 && (!whole || inside))
         p->edges = row + (follows ? (uint32_t)v->row_bytes : 0);
-    if (!inside)
+    if (!inside && !behind_heads)
         p->scale_edges = scales;
 }
 
@@ -3046,30 +3175,27 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     const kvprim_dtype from = k->src.format.dtype;
     const bool int8 = f.dtype == KVPRIM_INT8, copies = v && !v->dst.format.dtype;
     const uint32_t tables = v && !copies ? 2 : 1;
-    p->octets = p->route[0].octets; /* those of a V that is copied have no tiles */
     p->tile_octets = (uint32_t)(f.tile / 8);
-    p->power_of_two = f.scale_power_of_two || p->e8m0;
-    if (p->power_of_two)
-        p->divides = 0; /* multiplying by the power's reciprocal is the same */
+    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same */
+        p->how |= kvpc_divides | kvpc_power_of_two;
     p->least = f.scale_min;
     p->largest = kvpi_largest(f.dtype);
     p->inverse = 1.0f / p->largest;
-    p->v_words = copies ? (uint32_t)(v->row_bytes / 16) : 0;
-    const uint64_t bytes = (uint64_t)p->plain.count * (p->octets * tables + p->v_words) * 16;
+    const uint64_t bytes = (uint64_t)p->count * (p->octets * tables + p->v_words) * 16;
+    const uint32_t loads = kvpc_octets_each(&f, bytes <= kvpc_few_bytes);
+    while (p->lanes_shift < 5 && loads << p->lanes_shift < p->tile_octets)
+        p->lanes_shift++;
     if (bytes > kvpc_few_bytes)
         kvpc_set_tile_edges(p, &k->dst, v);
-    const uint32_t loads = kvpc_octets_each(&f, bytes <= kvpc_few_bytes);
-    for (p->tile_lanes = 1; p->tile_lanes < 32 && p->tile_lanes * loads < p->tile_octets; p->tile_lanes *= 2)
-        p->lanes_shift++;
-    const uint32_t lanes = p->octets / p->tile_octets * p->tile_lanes; /* of a row */
+    const uint32_t lanes = p->octets / p->tile_octets << p->lanes_shift; /* of a row */
     const uint32_t block = copies ? kvpc_most_threads : kvpc_threads;
     uint32_t rows = 1;
     while (kvpc_whole_warps(2 * rows * lanes) + kvpc_whole_warps(2 * rows * p->v_words) <= block &&
-           kvpc_parts_of(p->plain.count, 2 * rows) * tables >= kvpc_multiprocessors())
+           kvpc_parts_of(p->count, 2 * rows) * tables >= kvpc_multiprocessors())
         rows *= 2;
-    p->plain.row_threads = lanes;
-    p->plain.block_rows = rows;
-    p->plain.row_magic = (65536 + lanes - 1) / lanes;
+    p->row_threads = lanes;
+    p->block_rows = rows;
+    p->row_magic = (65536 + lanes - 1) / lanes;
     p->k_threads = kvpc_whole_warps(rows * lanes);
     if (copies)
         p->v_magic = (65536 + p->v_words - 1) / p->v_words;
@@ -3080,14 +3206,15 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
-/* Gathers, and stores whose scales are given. Many rows of K alone are moved as two halves, INT8 as K and nothing. */
+/* Gathers, and stores whose scales are given. v: what is copied beside a gather, or NULL. Many rows of K alone are moved as two halves, INT8 as K and nothing. */
 static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
     const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;
     const kvprim_dtype other = (m->zero ? m->dst : m->src).format.dtype;
-    const uint64_t bytes = (uint64_t)p->plain.count * (p->route[0].octets + p->route[1].octets) * 16;
+    const uint64_t bytes = (uint64_t)p->count * (p->route[0].octets + p->route[1].octets) * 16;
     const bool many = bytes > kvpc_few_bytes, halves = !m->zero && alone && many && p->octets % 2 == 0;
-    const uint32_t routes = m->zero ? 1 : alone && !halves && !int8 ? 1 : 2, loads = m->zero && (many || int8) ? 2 : 1;
+    const uint32_t routes = m->zero || (alone && !halves && !int8) ? 1 : 2;
+    const uint32_t loads = m->zero && (many || int8 || p->how & kvpc_by_fours || p->v_words) ? 2 : 1;
     for (size_t k = 0; !m->zero && many && k < (alone ? 1 : 2); k++)
         if (m->dst.table.heads == 1 && (p->route[k].dst_stride | 8 * p->route[k].octets) % kvpc_granule_bytes)
             p->route[k].edges = 8 * p->route[k].octets;
@@ -3096,13 +3223,13 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
         p->route[0].octets = p->octets;
         p->route[1] = p->route[0];
         p->route[1].edges = 0;
-        p->route[1].src += 16 * (uint64_t)p->octets;
+        p->src[1] = p->src[0] + 16 * (uint64_t)p->octets;
+        p->src_stride[1] = p->src_stride[0];
         p->route[1].dst += 8 * (uint64_t)p->octets;
         p->route[1].octet = p->octets;
     }
-    p->plain.row_bytes[0] = 16 * p->octets;
-    const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
-    const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
+    const uint32_t parts = kvpc_shape_rows(p, 16 * (p->octets + p->v_words), loads, routes);
+    const uint32_t threads = p->block_rows * p->row_threads;
     const kvpc_plain_convert kernel = m->zero ? int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, true, 2)
                                                 : loads == 1
                                                     ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 1)
@@ -3117,13 +3244,20 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
 static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *moves, size_t n, kvprim_status *status)
 {
     if (call->launch.max_sms != 0 || n > 2 || !kvpc_is_plain_conversion(&moves[0]) ||
-        (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1])))
+        (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1]) && !kvpc_is_gathered_beside(&moves[0], &moves[1])))
         return false;
     kvpc_convert_tiles p = {};
-    for (size_t k = 0; k < n; k++)
-        p.route[k] = kvpc_route_of(&moves[k], &p.plain);
+    for (size_t k = 0; k < n; k++) {
+        p.src[k] = (uintptr_t)kvprim_side_layer(&moves[k].src, 0);
+        p.src_stride[k] = (uint32_t)moves[k].src.table.stride;
+        p.route[k] = kvpc_route_of(&moves[k], &p);
+    }
     kvpc_set_convert(&p, &moves[0]);
-    p.octets = p.route[0].octets > p.route[1].octets ? p.route[0].octets : p.route[1].octets;
+    if (n == 2 && moves[1].dst.format.dtype && !kvpc_is_made_of(&moves[1].dst, 8, 8))
+        p.how |= kvpc_by_fours;
+    const bool copies = n == 2 && !moves[1].dst.format.dtype;
+    p.v_words = copies ? (uint32_t)(moves[1].row_bytes / 16) : 0;
+    p.octets = copies || p.route[0].octets > p.route[1].octets ? p.route[0].octets : p.route[1].octets;
     *status = moves->dst.format.scale == KVPRIM_SCALE_TILE ? kvpc_run_tiles(call, moves, n == 2 ? &moves[1] : NULL, &p)
                                                            : kvpc_run_scaled(call, moves, n == 1, &p);
     return true;
@@ -3821,6 +3955,8 @@ KVPRIM_DEVICE void kvpc_load_octets(const kvpc_conversion &p, const kvpc_stretch
         kvpc_load_elements<8>(w, kvpc_element_at(side, s.src, e, 2), 2);
 }
 
+/* >>impl_convert_spans --------------------------------------------------------------------------------------------- */
+
 /* Span `work` of all, with the index rule. All loads come first, and no wait between them. */
 template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const kvpc_conversion &p, number work)
 {
@@ -4141,21 +4277,31 @@ static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *
 
 /* >>impl_run --------------------------------------------------------------------------------------------------------
 
-   Which kernels take a call. The first line that fits decides, in kvpc_run and what it calls:
+   Which kernels take a call. The first line that fits decides, in kvpc_run and what it calls. A transfer over PCIe has
+   a max_sms, the caller's or that of kvpc_crosses_link.
 
-       an element type changes                             kvpc_run_convert: >>impl_convert_plan, >>impl_convert_moves
+       an element type changes                             kvpc_run_convert
+           plain rows, K and V as one, no max_sms              kvpc_run_plain_convert: >>impl_convert_plan
+           else, move by move                                  the same, or kvpc_convert_kernel: >>impl_convert_spans
        plain rows (kvpc_is_plain), K and V as one,         kvpc_run_plain: >>impl_row_plan
-       and no max_sms
-           all is made of words of 16 bytes                    kvpc_gather_kernel, kvpc_store_kernel
+       no max_sms
+           rows begin at multiples of 16 bytes                 kvpc_gather_kernel, kvpc_store_kernel
            else                                                kvpc_bytes_kernel
-       several moves of which some are aligned and large   each by itself: kvpc_splits_launch
-       over PCIe, short units that follow each other       kvpc_lines_kernel: >>impl_move_lines
-       else, move by move                                  kvpc_run_batches: >>impl_move_batches
+       several moves, no max_sms: some begin and end at    kvpc_run for each: kvpc_splits_launch
+       multiples of 16 bytes, and one of these is large
+       one move over PCIe, short units in runs             kvpc_lines_kernel: >>impl_move_lines
+       else, up to 4 moves in a launch                     kvpc_run_batches: >>impl_move_batches
+           device layers or host_index                         kvpc_run_listed: >>impl_move_lists
            over PCIe, without index or gap                     CUDA's copy: kvpc_copy_layers
-           device layers, host_index, or 2^31 of anything      as below, with the parameters of >>impl_move_lists
-           words of 16 bytes                                   kvpc_move_kernel, on few multiprocessors
-                                                               kvpc_move_few_kernel
-           any alignment                                       kvpc_move_any_kernel */
+           2^31 rows, pieces or bytes of a row                 kvpc_run_listed
+           all begin and end at multiples of 16 bytes          kvpc_move_kernel<true>, kvpc_move_few_kernel<true>
+           else                                                kvpc_move_any_kernel<uint32_t>
+       kvpc_run_listed: 2^31 rows, pieces or bytes         kvpc_move_any_kernel<uint64_t>
+           else                                                kvpc_move_kernel<false>, kvpc_move_few_kernel<false>
+       unpack, copy                                        kvpc_unpack_fragments: >>impl_unpack_run
+       unpack_meta, slots                                  kvpc_meta_kernel, kvpc_slots_kernel
+
+   kvpc_move_few_kernel is for launches with max_sms. */
 
 /* Whether each move takes a launch of its own: only some of them begin and end at multiples of 16 bytes, and in one
    launch all would take the slower kernels of any alignment. A store of 65,536 rows of 576 and of 8 bytes (DeepSeek-V4)
@@ -4181,9 +4327,8 @@ static bool kvpc_splits_launch(const kvpc_call *call, const kvprim_move *moves, 
 static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
 {
-    if (checked != KVPRIM_OK)
-        return kvpc_fail_check(checked);
     uint64_t bits = 0;
+    KVPRIM_TRY(kvpc_checked(checked));
     while (n > 0 && moves[n - 1].count == 0) /* K only, say */
         n--;
     if (n == 0)
@@ -4633,6 +4778,8 @@ static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *d
         kvpc_store_table(h, data);
 }
 
+/* >>impl_unpack_run ------------------------------------------------------------------------------------------------ */
+
 /* One strip for each group of threads. If there are many, two: half as many blocks are started sooner. */
 static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, const kvpc_unpack *h, uint32_t threads, uint32_t max_sms)
 {
@@ -4797,15 +4944,13 @@ static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvp
                                      const kvprim_cuda_launch *launch)
 {
     if (!desc)
-        return kvpc_fail_check(check(desc));
+        return kvpc_checked(check(desc));
     const Desc d = *desc;
     kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
     if (d.count == 0)
         return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, check);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
     kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, check)));
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     KVPRIM_TRY(kvpc_check_ends(function, &job, &d));
     return kvpc_unpack_fragments(&call, &job);
@@ -4861,10 +5006,8 @@ template <class Desc>
 static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvprim_status (*check)(const Desc *),
                                      const kvprim_cuda_launch *launch)
 {
-    const kvprim_status status = check(desc);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
     kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(check(desc)));
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     return desc->count == 0 ? KVPRIM_OK : kvpc_run_meta(&call, NULL);
 }
@@ -4904,6 +5047,7 @@ typedef struct kvpc_slots {
     uint32_t pdl;      /* a kvpc_dependence */
     kvpc_divisor each; /* tokens of each request, as kvpc_find_request first guesses; 0: no such guess */
     uint32_t token_bytes;
+    uint64_t page_starts, max_pages; /* page_starts: 0 if each request has as many pages */
 } kvpc_slots;
 
 enum {
@@ -5027,14 +5171,29 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
     return s.low;
 }
 
+KVPRIM_DEVICE int64_t kvpc_load_page(const kvpc_slots &p, uint64_t at)
+{
+    return p.page_bytes == 8 ? kvpc_load_i64(at) : kvpc_load_i32(at);
+}
+
+/* Whether the request has page `in_request`; if so, *pages becomes where its page numbers begin. */
+KVPRIM_DEVICE bool kvpc_find_pages(const kvpc_slots &p, uint64_t request, uint64_t in_request, uint64_t *pages)
+{
+    const uint64_t at = p.page_starts + request * p.page_bytes;
+    const int64_t begin = kvpc_load_page(p, at), end = kvpc_load_page(p, at + p.page_bytes);
+    *pages = p.pages + (uint64_t)begin * p.page_bytes;
+    return begin >= 0 && end >= begin && (uint64_t)end <= p.max_pages && in_request < (uint64_t)(end - begin);
+}
+
 /* Stores the slot of a token, or -1, and counts what is past. */
-template <class token, class number>
+template <bool by_starts, class token, class number>
 KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request, token position, bool past)
 {
-    const bool found =
-        !past && kvpc_is_below(request, (number)p.requests) && kvpc_is_below(position, (number)p.positions);
+    bool found = !past && kvpc_is_below(request, (number)p.requests) && kvpc_is_below(position, (number)p.positions);
     const number by = (number)p.page.by, in_request = kvpc_divide((number)position, p.page);
-    const uint64_t pages = kvpc_number_at(p.pages, (number)request, (number)p.pages_step);
+    uint64_t pages = kvpc_number_at(p.pages, (number)request, (number)p.pages_step);
+    if (by_starts)
+        found = found && kvpc_find_pages(p, (uint64_t)request, in_request, &pages);
     const uint64_t at = kvpc_number_at(pages, in_request, (number)p.page_bytes);
     const uint64_t to = kvpc_number_at(p.slot, i, (number)p.slot_bytes);
     int32_t low = -1, high = -1; /* two words: one load for each, without a branch */
@@ -5058,8 +5217,8 @@ KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request,
         atomicAdd(p.rejected, 1u);
 }
 
-/* by_length: by cumulative counts. */
-template <bool by_length, class token, class number>
+/* by_length: by cumulative counts. by_starts: with page_starts. */
+template <bool by_length, class token, class number, bool by_starts = false>
 static __global__ void __launch_bounds__(kvpc_slots_most_threads)
     kvpc_slots_kernel(const KVPRIM_GRID_CONSTANT kvpc_slots KVPRIM_IN_PLACE p)
 {
@@ -5074,14 +5233,14 @@ static __global__ void __launch_bounds__(kvpc_slots_most_threads)
             bool past = !kvpc_is_of_request(s, (token)i); /* it has no request, or its position takes over 63 bits */
             if (sizeof(token) == 8)
                 past = past || further > (uint64_t)INT64_MAX - start;
-            kvpc_store_slot(p, i, (int64_t)request, (int64_t)(start + further), past);
+            kvpc_store_slot<by_starts>(p, i, (int64_t)request, (int64_t)(start + further), past);
         } else {
             const uint64_t request_at = kvpc_token_at<token>(p, p.request, i);
             const uint64_t position_at = kvpc_token_at<token>(p, p.position, i);
             kvpc_wait_for_inputs(p);
             const token request = kvpc_load_token<token, number>(p, request_at),
                         position = kvpc_load_token<token, number>(p, position_at);
-            kvpc_store_slot(p, i, request, position, false);
+            kvpc_store_slot<by_starts>(p, i, request, position, false);
         }
 }
 
@@ -5093,7 +5252,7 @@ static bool kvpc_slots_are_small(const kvpc_slots *p)
            p->count <= most / 2;
 }
 
-template <class token, class number>
+template <class token, class number, bool by_starts = false>
 static kvprim_status kvpc_start_slots(const kvpc_call *call, const kvpc_slots *p, bool by_length)
 {
     const uint32_t wanted = p->count > kvpc_slots_few ? 2 * kvpc_slots_threads : kvpc_slots_threads;
@@ -5101,7 +5260,8 @@ static kvprim_status kvpc_start_slots(const kvpc_call *call, const kvpc_slots *p
     const uint64_t most = call->launch.max_sms > 0 ? (uint64_t)call->launch.max_sms : (uint64_t)kvpc_slots_most_blocks;
     const uint64_t blocks = (p->count + threads - 1) / threads;
     return kvpc_start(call,
-                      by_length ? kvpc_slots_kernel<true, token, number> : kvpc_slots_kernel<false, token, number>,
+                      by_length ? kvpc_slots_kernel<true, token, number, by_starts>
+                                : kvpc_slots_kernel<false, token, number, by_starts>,
                       (uint32_t)(blocks < most ? blocks : most), threads, *p);
 }
 
@@ -5131,11 +5291,15 @@ static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_de
     p.slot_bytes = kvpc_index_size(d->slot_type);
     p.token_bytes = kvpc_index_size(d->token_type);
     p.rejected = d->rejected;
+    p.page_starts = (uintptr_t)d->page_starts, p.max_pages = max_pages;
     const bool by_length = d->cu_seqlens != NULL, small = kvpc_slots_are_small(&p);
     const bool late = by_length && p.count > kvpc_slots_first; /* blocks that wait would take the room of blocks */
     p.pdl = !call->launch.pdl ? kvpc_alone : late ? kvpc_trigger_late : kvpc_trigger_first;
     p.each = kvpc_divisor_of(
         d->count % d->requests == 0 && d->count / d->requests <= kvpc_slots_each ? d->count / d->requests : 0);
+    if (d->page_starts)
+        return small && d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t, true>(call, &p, by_length)
+                                                    : kvpc_start_slots<int64_t, uint64_t, true>(call, &p, by_length);
     return !small                        ? kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length)
            : d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
                                          : kvpc_start_slots<int64_t, uint32_t>(call, &p, by_length);
@@ -5147,6 +5311,8 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
     const uint64_t size = kvpc_index_size(d->token_type), n = (uint64_t)d->count, requests = (uint64_t)d->requests;
     const uint64_t pages = (requests - 1) * (uint64_t)d->pages_stride + (uint64_t)d->max_pages;
     KVPRIM_TRY(kvpc_check_bytes(function, "pages", d->pages, pages * kvpc_index_size(d->pages_type)));
+    KVPRIM_TRY(
+        kvpc_check_bytes(function, "page_starts", d->page_starts, (requests + 1) * kvpc_index_size(d->pages_type)));
     KVPRIM_TRY(kvpc_check_bytes(function, "request", d->request, n * size));
     KVPRIM_TRY(kvpc_check_bytes(function, "position", d->position, n * size));
     KVPRIM_TRY(kvpc_check_bytes(function, "cu_seqlens", d->cu_seqlens, (requests + 1) * size));
@@ -5175,12 +5341,10 @@ KVPRIM_API kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc, const 
 {
     KVPRIM_RANGE("kvprim_cuda_slots");
     kvprim_slots_desc d;
-    const kvprim_status status = kvprim_slots_check(desc, &d);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_slots_check(desc, &d)));
     if (d.count == 0)
         return KVPRIM_OK;
-    kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_slots", launch));
     KVPRIM_TRY(kvpc_check_slots_memory(call.function, &d));
     return kvpc_run_slots(&call, &d);
@@ -5213,12 +5377,10 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
 KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_unpack_meta");
-    const kvprim_status status = kvprim_unpack_meta_check(desc);
-    if (status != KVPRIM_OK)
-        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_unpack_meta_check(desc)));
     if (desc->max_count == 0)
         return KVPRIM_OK;
-    kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack_meta", launch));
     KVPRIM_TRY(kvpc_check_meta_memory(call.function, desc));
     return kvpc_run_meta(&call, desc);
@@ -5230,7 +5392,6 @@ KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kv
     return kvpc_run_unpack("kvprim_cuda_copy", desc, kvprim_copy_check, launch);
 }
 
-#undef KVPRIM_TRY
 #endif /* implementation */
 
 /* Copyright (c) 2026 the kvprim authors, under the MIT License: its text ends kvprim.h, which this header needs. */

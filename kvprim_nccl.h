@@ -35,40 +35,41 @@
        >>impl_protocol    how ranks exchange data: slots, turns, stops
        >>impl_device      parameters of a kernel; loads and stores of slots
        >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
-       >>impl_wait        waiting for slots: polls, the deadline, stop reasons
+       >>impl_wait        where a kernel's wait ends: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, few bytes gathered
+       >>impl_ways        one shot, two shots, scatter, gathers of few bytes
        >>impl_pipeline    between two ranks: one shot of many bytes
        >>impl_parts       a part from each rank to each other one: gathers of many bytes, all-to-alls
        >>impl_kernel      the kernel, and programmatic dependent launch
        >>impl_norm        what follows a sum: the residual and the RMSNorm
        >>impl_norm_few    the same with the sum, of few tokens, as fast as it goes
-       >>impl_norm_kernel the norm's kernels, and which one a call takes
+       >>impl_norm_kernel the norm's kernels, and which form of them a launch takes
 
        Host
-       >>impl_host        errors, time, threads
+       >>impl_host        errors, time, threads; where a host's wait ends
        >>impl_state       states of a communicator, and calls that are inside
        >>impl_slots       slots that ranks of one process share
        >>impl_teardown    the end of NCCL's communicator, on a thread of its own
        >>impl_check       init: arguments, and why kernels are off
        >>impl_exchange    init: what ranks tell each other
        >>impl_peers       init: each other's memory
-       >>impl_choose      which way and which kernel a collective takes, and up to which size
+       >>impl_choose      the table: which way and which kernel a collective takes, and up to which size
        >>impl_load        kernels loaded when a communicator begins; clusters
        >>impl_describe    the text of kvprim_comm_describe
        >>impl_init        init: its steps, its thread, kvprim_comm_init
        >>impl_end         abort and destroy
-       >>impl_watch       kvprim_comm_check, and the deadline of NCCL's collectives
+       >>impl_watch       kvprim_comm_check, and where a wait for NCCL's collectives ends
        >>impl_call        a collective's arguments
        >>impl_launch      collectives by own kernels: which way, which grid
        >>impl_launch_norm the same of the norm's kernels
        >>impl_nccl        collectives by NCCL
        >>impl_group       calls that wait for kvprim_group_end
        >>impl_collective  the public collectives
-       >>impl_norm_call   all_reduce_norm: its arguments, and how a call goes
+       >>impl_norm_call   all_reduce_norm: its arguments, and which kernels a call takes
        >>impl_norm_host   the same on the host
        >>impl_ring        the ring
+       What a new element type touches: kvprim.h's >>impl_elements.
 
    Rules that hold for every function here
        Errors     Arguments are checked before anything is enqueued. After KVPRIM_ERROR_NCCL and _CUDA,
@@ -500,7 +501,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
        word    32 bits
-       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_parts_slots)
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_slots)
        slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
        turn    which of its two sets of slots a block uses in this call: 0 or 1
        area    half of a set: one for tensors, one for sums (two shots); groups alternate between the two
@@ -515,7 +516,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and NaNs in e4m3 and e5m2, and
    are sent as another NaN. So a slot that is not empty holds its pack, without a flag, a fence or a barrier (only
    kvpn_pipeline has fences). The only hardware guarantee it needs is that an aligned 4-byte store becomes visible as a
-   whole. Bytes of any value (>>impl_parts) go 8 to a slot, and each 4 of them stand beside 4 that are zero, as in
+   whole. Bytes of any value (gathers, >>impl_parts) go 8 to a slot, each 4 of them beside 4 that are zero, as in
    NCCL's LL protocol: there 8-byte stores must become visible as a whole. Many bytes go 16 to a slot, and after every
    group of slots one more says which words of the group were all ones.
 
@@ -596,7 +597,6 @@ enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 #define KVPRIM_NCCL_UNROLL_BY(n)
 #endif
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
-#define KVPRIM_NCCL_LIKELY(condition) __builtin_expect(!!(condition), 1)
 
 enum {
     /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
@@ -641,7 +641,7 @@ typedef struct kvpn_params {
     uint32_t what, signs; /* with kvpn_any: the op, the type and the way, see above; a word of -0.0 */
     uint32_t *stop;       /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
-    double share; /* with kvpn_any: 1 / world */
+    double per_rank; /* with kvpn_any: 1 / world */
 } kvpn_params;
 
 /* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
@@ -1080,7 +1080,7 @@ KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
    3 to 8. */
 template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
 {
-    return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.share);
+    return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.per_rank);
 }
 
 /* Reduces a word of each rank, in the order of the ranks. MIN is MAX between two changes of sign. For both, a rank
@@ -1128,7 +1128,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, ui
 /* Sums of fp16, bf16 and fp32, aligned, have kernels of their own: if they take the op from their parameters, a small
    sum takes 2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
-    enum { any = 0 };
+    enum { is_any = 0 };
 
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
     {
@@ -1146,7 +1146,8 @@ template <class T, int max_ranks> struct kvpn_reduction {
 
 template <bool aligned, int max_ranks> struct kvpn_reduction<kvpn_any<aligned>, max_ranks> {
     /* Rolled, where unrolled words would need too many registers (fp8 without conversions in PTX) or instructions. */
-    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1, any = 1 };
+    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1 };
+    enum { is_any = aligned || max_ranks < 8 }; /* all ways as one would need too many, too */
 
     KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &p)
     {
@@ -1368,12 +1369,12 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
    Each block has the same packs of every slice: pack j of a block is at the same place of each.
    With kvpn_any it is one shot and reduce_scatter, too: what takes so many instructions is compiled once. */
 template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
-    enum { two_waits = 1, any = kvpn_reduction<T, max_ranks>::any };
+    enum { two_waits = 1, is_any = kvpn_reduction<T, max_ranks>::is_any };
 
     /* Whether sums go to all other ranks. */
     KVPRIM_NCCL_DEVICE bool shares(const kvpn_params &p)
     {
-        return !any || (p.what & kvpn_shares);
+        return !is_any || (p.what & kvpn_shares);
     }
 
     KVPRIM_NCCL_DEVICE uint32_t part_packs(const kvpn_params &p)
@@ -1383,12 +1384,12 @@ template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_
 
     KVPRIM_NCCL_DEVICE uint64_t pitch(const kvpn_params &p)
     {
-        return any ? p.pitch : 0;
+        return is_any ? p.pitch : 0;
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        if (any && (part_packs(p) | pitch(p)) == 0)
+        if (is_any && (part_packs(p) | pitch(p)) == 0)
             kvpn_one_shot<T, max_ranks>::send(p, me, j);
         else
             kvpn_send_parts<T, max_ranks>(p, me, j, part_packs(p), pitch(p));
@@ -2501,7 +2502,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     do {
         kvpn_few_look_ahead(p, me, t, later);
         const bool here = kvpn_few_poll<T>(p, me, t, a);
-        if (KVPRIM_NCCL_LIKELY(__all_sync(0xffffffff, here))) {
+        if (KVPRIM_LIKELY(__all_sync(0xffffffff, here))) {
             t.r[0] = kvpn_few_sum<T>(p, a);
         } else {
             if (here || kvpn_few_wait(p, me, a))
@@ -2628,15 +2629,9 @@ static kvprim_status kvpn_nccl_status(const char *function, const char *call, nc
                        detail ? detail : "");
 }
 
-/* Leaves the function with the status unless all is well. `f` is the name of the public function. */
-#define KVPRIM_NCCL_TRY(call)                                                                                          \
-    do {                                                                                                               \
-        const kvprim_status try_status = (call);                                                                       \
-        if (try_status != KVPRIM_OK)                                                                                   \
-            return try_status;                                                                                         \
-    } while (0)
-#define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_NCCL_TRY(kvpn_cuda_status(f, #call, call))
-#define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_NCCL_TRY(kvpn_nccl_status(f, #call, call))
+/* Leave the function with the status unless all is well. `f` is the name of the public function. */
+#define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_TRY(kvpn_cuda_status(f, #call, call))
+#define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_TRY(kvpn_nccl_status(f, #call, call))
 
 /* Since some fixed time. */
 static int64_t kvpn_now_us(void)
@@ -2726,7 +2721,7 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
     ncclUniqueId id;
     if (!out)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", __func__);
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(__func__, "ncclGetUniqueId", ncclGetUniqueId(&id)));
+    KVPRIM_TRY(kvpn_nccl_status(__func__, "ncclGetUniqueId", ncclGetUniqueId(&id)));
     memcpy(out->bytes, id.internal, sizeof out->bytes);
     return KVPRIM_OK;
 }
@@ -3168,11 +3163,11 @@ static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *task)
     const kvprim_comm *const comm = &task->comm;
     const size_t one = task->exchange_bytes, all = one * (size_t)comm->world;
     char *const scratch = (char *)comm->scratch;
-    KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, scratch + all, &task->mine, one));
+    KVPRIM_TRY(kvpn_copy_and_wait(comm, scratch + all, &task->mine, one));
     if (kvpn_is_cancelled(task)) /* while it copied; kvpn_exchange_infos reports it */
         return KVPRIM_OK;
     const ncclResult_t result = ncclAllGather(scratch + all, scratch, one, ncclChar, comm->nccl, comm->stream);
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
+    KVPRIM_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
     if (comm->window) /* see kvpn_run_teardown */
         KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(comm->teardown->watch[0], comm->stream));
     return kvpn_copy_and_wait(comm, task->all, scratch, all);
@@ -3219,7 +3214,7 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status sta
     if (kvpn_is_cancelled(task)) /* then they may be old: NCCL was ended, and did not say so */
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "kvprim_comm_init: cancelled");
     for (int r = 0; r < task->comm.world; r++) {
-        KVPRIM_NCCL_TRY(
+        KVPRIM_TRY(
             kvpn_check_hello(&task->mine.hello, (const kvpn_hello *)((const char *)task->all + bytes * (size_t)r), r));
         if (bytes == sizeof task->mine && !task->off_reason && !task->all[r].has_kernels)
             task->off_reason = "another rank's kernels are off";
@@ -3418,8 +3413,8 @@ static void kvpn_register_window(kvpn_init_task *task)
    Which way a collective takes, and which kernel that is. The first row that fits decides. Sizes are compared with
    kvpn_limits; every rank has the same. How a tensor is aligned may differ between ranks, so it decides about the
    kernel alone: T is the type of a sum of fp16, bf16 or fp32 if tensors are aligned to 16 bytes and end with a pack.
-   Other reductions and other tensors take kvpn_any, with which kvpn_two_shot is also kvpn_one_shot and kvpn_scatter.
-   ranks: the world, rounded up to 2, 4 or 8.
+   Other reductions and other tensors take kvpn_any, with which kvpn_two_shot is also kvpn_one_shot and kvpn_scatter,
+   except for unaligned tensors of more than 4 ranks. ranks: the world, rounded up to 2, 4 or 8.
 
        own kernels are off, or there is none for the type or the op     NCCL
        more bytes than the limit (a reduction: and not deterministic)   NCCL
@@ -3433,6 +3428,7 @@ static void kvpn_register_window(kvpn_init_task *task)
                        of few bytes                                     kvpn_parts_kernel<kvpn_parts_slots<...>>
                        of many                                          kvpn_parts_kernel<kvpn_parts_groups<4, ...>>
                        of more                                          kvpn_parts_kernel<kvpn_parts_groups<6, ...>>
+       all_reduce_norm                                                  kvpn_norm_way_of: >>impl_norm_call
        all else                                                         NCCL */
 #ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
@@ -3441,7 +3437,7 @@ typedef enum kvpn_way {
     kvpn_by_two_shot,
     kvpn_by_scatter,
     kvpn_by_pipeline,
-    kvpn_by_gather, /* these last */
+    kvpn_by_gather, /* from here on bytes are moved, not reduced */
     kvpn_by_parts,
     kvpn_by_parts_many,
     kvpn_by_parts_most,
@@ -3485,17 +3481,17 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
                                      : slots;
 }
 
-/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more
-   ranks; `make nccl-limits` measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other
-   numbers need another kvpn_protocol. */
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more ranks; `make nccl-limits`
+   measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other numbers need another
+   kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t norm_one_shot; /* of kvprim_all_reduce_norm, a rank's addend */
     size_t scatter;       /* what each rank sends */
-    /* world times the largest part that one rank sends to another. parts, parts_many: where the next way begins. Then
-       how many an exchange may have, if all of these are equal and if they are not; a gather of equal ones; and one of
-       equal ones that are no multiple of 16 */
-    size_t parts, parts_many, parts_even, parts_uneven, gather, gather_odd;
+    /* world times the largest part that one rank sends to another */
+    size_t parts, parts_many;        /* by kvpn_parts_slots; by groups of 4 packs */
+    size_t parts_even, parts_uneven; /* by own kernels at all: of equal parts; of others, in a gather too */
+    size_t gather, gather_odd;       /* ... in a gather of equal parts: of multiples of 16 bytes; of others */
 } kvpn_limits;
 
 enum { kvpn_few_gathered = 256 << 10 }; /* bytes that a rank receives by kvpn_gather_all, at most */
@@ -3519,12 +3515,6 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     return l;
 }
 
-/* Whether aligned tensors have a kernel of this type. The others go through one of kvpn_any. */
-static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
-{
-    return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
-}
-
 /* The same on every rank: nothing here may differ between ranks. */
 static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
 {
@@ -3533,8 +3523,8 @@ static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op
             dtype == KVPRIM_F8E5M2);
 }
 
-/* What each rank gives: more than this goes in a stream, between two ranks. Measured on 2 H200s with 32, 64 and 128
-   blocks: at the limit a stream takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
+/* What each rank gives: between two ranks, more than this goes through a pipeline. Measured on 2 H200s with 32, 64 and
+   128 blocks: at the limit a pipeline takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
 static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
 {
     const size_t few = scatters ? 16 << 20 : 8 << 20, half = 16 << 20, many = scatters ? 24 << 20 : 48 << 20;
@@ -3582,11 +3572,13 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_ex
     return e.largest <= limits.parts_many / world ? kvpn_by_parts_many : kvpn_by_parts_most;
 }
 
-/* dtype: KVPRIM_U8 stands for kvpn_any. Any: the way of its kernels. */
-template <template <class, int> class Way, int max_ranks, template <class, int> class Any = kvpn_two_shot>
+/* Aligned sums of fp32, bf16 and fp16 have kernels of their own; KVPRIM_U8 stands for all else, which kvpn_any does.
+   Any, Odd: the ways of its kernels; Odd: those for tensors that are not aligned. */
+template <template <class, int> class Way, int max_ranks, template <class, int> class Any = kvpn_two_shot,
+          template <class, int> class Odd = Any>
 static const void *kvpn_pick(kvprim_dtype dtype, bool whole)
 {
-    return !whole                 ? (const void *)kvpn_kernel<Any, kvpn_any<false>, max_ranks>
+    return !whole                 ? (const void *)kvpn_kernel<Odd, kvpn_any<false>, max_ranks>
            : dtype == KVPRIM_F32  ? (const void *)kvpn_kernel<Way, kvpn_f32, max_ranks>
            : dtype == KVPRIM_BF16 ? (const void *)kvpn_kernel<Way, kvpn_bf16, max_ranks>
            : dtype == KVPRIM_F16  ? (const void *)kvpn_kernel<Way, kvpn_f16, max_ranks>
@@ -3597,7 +3589,7 @@ template <template <class, int> class Way> static const void *kvpn_pick(kvprim_d
 {
     return world == 2   ? kvpn_pick<Way, 2>(dtype, whole)
            : world <= 4 ? kvpn_pick<Way, 4>(dtype, whole)
-                        : kvpn_pick<Way, 8>(dtype, whole);
+                        : kvpn_pick<Way, 8, kvpn_two_shot, Way>(dtype, whole);
 }
 
 #ifndef KVPRIM_NO_EXCHANGE
@@ -3718,17 +3710,8 @@ static void kvpn_load_kernels(kvpn_init_task *task)
     /* kernels_wait: compiled for 9.0 or newer, without which a cluster has no instructions */
     task->mine.clusters = loaded && kvpn_load_norms(task) && task->kernels_wait && kvpn_can_cluster(&task->comm);
 #endif
-    task->mine.has_kernels = !task->off_reason;
     (void)cudaGetLastError();
 }
-
-/* Older drivers cannot capture launches with programmatic dependent launch. */
-static bool kvpn_can_capture_pdl(void)
-{
-    int driver;
-    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
-}
-
 #endif
 
 /* What kvprim_all_reduce_norm needs whether or not own kernels sum: the norm alone, loaded, and memory for sums. */
@@ -3819,7 +3802,7 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
         KVPRIM_NCCL_TRY_NCCL(ncclCommCuDevice(comm->nccl, &device));
     } else if (!kvpn_is_cancelled(task)) { /* kvpn_start_teardown ends it if it waits: NCCL has no other way */
         const ncclResult_t result = ncclCommInitRank(&comm->nccl, world, id, rank);
-        KVPRIM_NCCL_TRY(
+        KVPRIM_TRY(
             kvpn_nccl_status(f, "ncclCommInitRank", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
     }
     task->can_exchange = comm->nccl && (task->can_exchange || world == comm->world);
@@ -3838,7 +3821,9 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     if (task->off_reason)
         kvpn_free_slots(comm);
 #ifdef KVPRIM_NCCL_KERNELS
-    comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait && kvpn_can_capture_pdl();
+    int driver = 0; /* older ones cannot capture launches with programmatic dependent launch */
+    comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait &&
+                cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 #endif
     if (comm->deterministic && comm->world > 1 && !comm->peer[0])
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
@@ -3861,7 +3846,7 @@ static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
     const kvprim_comm *const comm = &task->comm;
     uint64_t nonces[kvpn_max_world];
     if (!task->off_reason)
-        KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces));
+        KVPRIM_TRY(kvpn_copy_and_wait(comm, nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces));
     for (int r = 0; r < comm->world && !task->off_reason; r++)
         if (nonces[r] != task->all[r].nonce)
             task->off_reason = "another rank's copy to this rank's memory did not arrive";
@@ -3876,15 +3861,15 @@ static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
     const size_t all = sizeof task->mine;
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_make_nccl(task), sizeof task->mine.hello));
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_prepare_rank(task), all));
-    KVPRIM_NCCL_TRY(kvpn_compare_ranks(task));
+    KVPRIM_TRY(kvpn_exchange_infos(task, kvpn_make_nccl(task), sizeof task->mine.hello));
+    KVPRIM_TRY(kvpn_exchange_infos(task, kvpn_prepare_rank(task), all));
+    KVPRIM_TRY(kvpn_compare_ranks(task));
     kvpn_find_links(task);
     kvpn_connect_peers(task);
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, KVPRIM_OK, all));
+    KVPRIM_TRY(kvpn_exchange_infos(task, KVPRIM_OK, all));
     const kvprim_status s = kvpn_finish_rank(task);
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s, all));
+    KVPRIM_TRY(kvpn_exchange_infos(task, s, all));
     return kvpn_decide(task);
 }
 
@@ -4015,7 +4000,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     const char *const f = "kvprim_comm_init";
     KVPRIM_RANGE(f);
     int device;
-    KVPRIM_NCCL_TRY(kvpn_check_comm_desc(comm, desc));
+    KVPRIM_TRY(kvpn_check_comm_desc(comm, desc));
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : kvpn_default_init_timeout_ms;
     kvpn_init_task *const task = kvpn_new_init_task(desc, device);
@@ -4054,7 +4039,7 @@ static void *kvpn_notify_ranks(void *argument)
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
     KVPRIM_RANGE(__func__);
-    KVPRIM_NCCL_TRY(kvpn_check_process(__func__, comm));
+    KVPRIM_TRY(kvpn_check_process(__func__, comm));
     if (kvpn_enter(comm, kvpn_initialising, kvpn_aborted)) {
         (void)kvpn_wait_until(&comm->state, 0, kvpn_cancel_ms + kvpn_nccl_ms + kvpn_calls_ms);
         kvpn_leave(comm);
@@ -4100,7 +4085,7 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     const char *const f = "kvprim_comm_destroy";
     KVPRIM_RANGE(f);
     int device = 0;
-    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
+    KVPRIM_TRY(kvpn_check_process(f, comm));
     if (!kvpn_enter(comm, kvpn_alive, kvpn_destroying) && !kvpn_enter(comm, kvpn_aborted, kvpn_destroying))
         return kvpn_fail_not_alive(f, comm);
     (void)cudaGetDevice(&device);
@@ -4186,9 +4171,9 @@ static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
     const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     cudaError_t error = cudaSuccess;
     ncclResult_t result = ncclSuccess;
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(function, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result)));
+    KVPRIM_TRY(kvpn_nccl_status(function, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result)));
     if (result != ncclInProgress)
-        KVPRIM_NCCL_TRY(kvpn_nccl_status(function, "an earlier collective", result));
+        KVPRIM_TRY(kvpn_nccl_status(function, "an earlier collective", result));
     int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
     const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
     if (error != cudaSuccess)
@@ -4208,10 +4193,10 @@ static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
 
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
 {
-    KVPRIM_NCCL_TRY(kvpn_check_process(__func__, comm));
+    KVPRIM_TRY(kvpn_check_process(__func__, comm));
     if (kvpn_has_state(comm, kvpn_initialising))
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    KVPRIM_TRY(kvpn_enter_alive(__func__, comm));
     const kvprim_status stopped = kvpn_check_stop(__func__, comm),
                         s = stopped != KVPRIM_OK ? stopped : kvpn_check_nccl(__func__, comm);
     kvpn_leave(comm);
@@ -4278,6 +4263,7 @@ typedef struct kvpn_call {
     const void *send;
     size_t count, recv_count, send_count; /* recv_count or send_count 0: there is no such side */
     const size_t *counts;                 /* of all_gatherv and all_to_allv; count is then the largest of them */
+    const kvprim_norm_desc *norm;         /* of all_reduce_norm */
     kvprim_dtype dtype;
     int op_or_peer;
     cudaStream_t stream;
@@ -4377,11 +4363,11 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
     if (device != c->comm->device)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator is on device %d", f,
                            device, (int)c->comm->device);
-    KVPRIM_NCCL_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
+    KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
     c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
-        KVPRIM_NCCL_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
+        KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
         if (device != c->comm->device)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                                "%s: stream belongs to device %d, the communicator is on device %d", f, device,
@@ -4453,11 +4439,11 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     }
     c->type = c->kind > kvpn_reduce_scatter && type.bytes == 1 ? ncclUint8 : (ncclDataType_t)type.nccl;
     c->element = type.bytes;
-    KVPRIM_NCCL_TRY(kvpn_check_device(c));
-    KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "recv", c->recv, c->recv_count));
-    KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "send", c->send, c->send_count));
+    KVPRIM_TRY(kvpn_check_device(c));
+    KVPRIM_TRY(kvpn_check_pointer(c, "recv", c->recv, c->recv_count));
+    KVPRIM_TRY(kvpn_check_pointer(c, "send", c->send, c->send_count));
     if (c->recv_count && c->send_count)
-        KVPRIM_NCCL_TRY(kvpn_check_aliasing(c));
+        KVPRIM_TRY(kvpn_check_aliasing(c));
     return kvpn_check_stop(c->function, c->comm);
 }
 
@@ -4530,8 +4516,8 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way,
 
 /* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
    was before it. */
-static kvprim_status kvpn_launch_clusters(const kvpn_call *c, const void *kernel, uint32_t blocks, uint32_t cluster,
-                                          dim3 threads, void *params)
+static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, uint32_t cluster,
+                                        dim3 threads, void *params)
 {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
@@ -4546,15 +4532,9 @@ static kvprim_status kvpn_launch_clusters(const kvpn_call *c, const void *kernel
     }
     if (cluster > 1)
         kvpn_set_cluster(&attributes[config.numAttrs++], cluster);
-    KVPRIM_NCCL_TRY(kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, kernel, args)));
+    KVPRIM_TRY(kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, kernel, args)));
     c->comm->after_nccl &= ~kvpn_after_nccl_bit(c);
     return KVPRIM_OK;
-}
-
-static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, dim3 threads,
-                                        void *params)
-{
-    return kvpn_launch_clusters(c, kernel, blocks, 1, threads, params);
 }
 
 /* What depends on the communicator alone: where its ranks and their slots are, and how long to wait for them. */
@@ -4583,7 +4563,7 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
                                                       : kvpn_is_e5m2;
     p->what = ops[c->op_or_peer] | type | (way == kvpn_by_two_shot ? kvpn_shares : 0);
     p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
-    p->share = 1.0 / c->comm->world;
+    p->per_rank = 1.0 / c->comm->world;
 }
 
 /* Reduces in one launch, or in several if the tensor is larger than the slots. */
@@ -4591,7 +4571,7 @@ static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
     const size_t all = c->count * c->element, most = kvpn_capacity_bytes(comm, way);
-    const kvprim_dtype type = kvpn_has_sum_kernel(c->dtype, c->op_or_peer) ? c->dtype : KVPRIM_U8;
+    const kvprim_dtype type = c->op_or_peer == KVPRIM_SUM ? c->dtype : KVPRIM_U8; /* see kvpn_pick */
     kvpn_params p = {};
     kvpn_set_ranks(comm, &p);
     kvpn_set_what(&p, c, way);
@@ -4604,8 +4584,7 @@ static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
         p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
         const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | p.pitch | p.count) % 16 == 0;
-        KVPRIM_NCCL_TRY(
-            kvpn_launch_kernel(c, kvpn_kernel_of(way, type, comm->world, whole), blocks, dim3(threads), &p));
+        KVPRIM_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, type, comm->world, whole), blocks, 1, dim3(threads), &p));
     }
     return KVPRIM_OK;
 }
@@ -4652,7 +4631,7 @@ static kvprim_status kvpn_launch_gather(const kvpn_call *c, size_t bytes)
     p.packs = p.slice_packs = (uint32_t)((bytes + 7) / 8);
     kvpn_set_grid(c->comm, &p, kvpn_by_gather, &blocks, &threads);
     const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | bytes) % 8 == 0;
-    return kvpn_launch_kernel(c, kvpn_kernel_of(kvpn_by_gather, KVPRIM_U8, c->comm->world, whole), blocks,
+    return kvpn_launch_kernel(c, kvpn_kernel_of(kvpn_by_gather, KVPRIM_U8, c->comm->world, whole), blocks, 1,
                               dim3(threads), &p);
 }
 
@@ -4680,8 +4659,8 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
         uint32_t threads;
         p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
         kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
-        KVPRIM_NCCL_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, c->dtype, comm->world, whole), p.blocks,
-                                           dim3(threads, kvpn_roles_of(way, comm->world)), &p));
+        KVPRIM_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, c->dtype, comm->world, whole), p.blocks, 1,
+                                      dim3(threads, kvpn_roles_of(way, comm->world)), &p));
     }
     return KVPRIM_OK;
 }
@@ -4748,10 +4727,10 @@ static kvpn_norm_params kvpn_make_few_params(const kvprim_comm *comm, const kvpr
     kvpn_norm_params p = kvpn_make_norm_params(d);
     p.share_bits = kvpn_few_share_bits(comm, p.row_packs, d->tokens);
     *threads = kvpn_few_threads(p.row_packs, p.share_bits);
-    const uint32_t groups = comm->blocks >> p.share_bits,
+    const uint32_t clusters = comm->blocks >> p.share_bits,
                    fit = p.share_bits ? 1 : kvpn_max_threads_for(comm->world) / *threads,
                    rows = fit < kvpn_norm_max_rows ? fit : (uint32_t)kvpn_norm_max_rows;
-    p.block_packs = (p.tokens + groups - 1) / groups;
+    p.block_packs = (p.tokens + clusters - 1) / clusters;
     p.rows = p.block_packs < rows ? p.block_packs : rows;
     *blocks = (p.tokens + p.block_packs - 1) / p.block_packs << p.share_bits;
     return p;
@@ -4762,8 +4741,8 @@ static kvprim_status kvpn_launch_few(const kvpn_call *c, const kvprim_norm_desc 
     uint32_t blocks, threads;
     kvpn_norm_params p = kvpn_make_few_params(c->comm, d, &blocks, &threads);
     kvpn_set_ranks(c->comm, &p);
-    return kvpn_launch_clusters(c, kvpn_pick_few(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
-                                1u << p.share_bits, dim3(threads, p.rows), &p);
+    return kvpn_launch_kernel(c, kvpn_pick_few(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
+                              1u << p.share_bits, dim3(threads, p.rows), &p);
 }
 
 /* All that follows the sum, which is d->send. */
@@ -4771,7 +4750,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
 {
     const uint32_t row_packs = (uint32_t)(d->hidden / 8), most = kvpn_norm_is<kvpn_norm_alone>::packs;
     kvpn_norm_params p = kvpn_make_norm_params(d);
-    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype), p.tokens,
+    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype), p.tokens, 1,
                               dim3(kvpn_few_threads((row_packs + most - 1) / most, 0)), &p);
 }
 #endif
@@ -4884,7 +4863,7 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
     const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     const ncclResult_t result = kvpn_wait_for_nccl(comm->nccl, enqueue(c), &comm->state, kvpn_alive);
     (void)kvpn_set_capture_mode(mode); /* to change it twice takes 80 ns */
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(c->function, name, result));
+    KVPRIM_TRY(kvpn_nccl_status(c->function, name, result));
     if (!c->captured)
         kvpn_record_watch_event(comm, c->stream);
     else
@@ -4924,7 +4903,7 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
                            c->function);
     if (c->count == 0)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_check_call(c));
+    KVPRIM_TRY(kvpn_check_call(c));
     if (group->calls_count > 0 && c->stream != group->stream)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is %p, but the group's earlier calls are on %p",
                            c->function, (void *)c->stream, (void *)group->stream);
@@ -4949,14 +4928,14 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
     if (group->calls_count == 0)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_check_device(&c));
-    KVPRIM_NCCL_TRY(kvpn_check_stop(f, comm));
+    KVPRIM_TRY(kvpn_check_device(&c));
+    KVPRIM_TRY(kvpn_check_stop(f, comm));
     return kvpn_enqueue_watched(&c, kvpn_in_group, kvpn_enqueue_group);
 }
 
 KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
 {
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    KVPRIM_TRY(kvpn_enter_alive(__func__, comm));
     kvpn_open_group *const group = &comm->teardown->group;
     const bool nested = group->open != 0;
     if (!nested)
@@ -4969,7 +4948,7 @@ KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
 KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
 {
     KVPRIM_RANGE(__func__);
-    KVPRIM_NCCL_TRY(kvpn_enter_alive(__func__, comm));
+    KVPRIM_TRY(kvpn_enter_alive(__func__, comm));
     const kvprim_status s = kvpn_run_group(__func__, comm);
     comm->teardown->group.open = 0;
     kvpn_leave(comm);
@@ -4991,10 +4970,10 @@ static void kvpn_simplify_counts(kvpn_call *c)
 static kvprim_status kvpn_run_call(kvpn_call *c)
 {
     if (c->kind == kvpn_all_gatherv || c->kind == kvpn_all_to_allv)
-        KVPRIM_NCCL_TRY(kvpn_check_counts(c));
+        KVPRIM_TRY(kvpn_check_counts(c));
     if (c->count == 0)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_check_call(c));
+    KVPRIM_TRY(kvpn_check_call(c));
     kvpn_simplify_counts(c);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
@@ -5008,21 +4987,26 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
     return kvpn_run_nccl(c);
 }
 
+/* Runs a call, or keeps it if a group is open. */
+static kvprim_status kvpn_run_or_keep(kvpn_call *c, kvprim_status (*run)(kvpn_call *))
+{
+    KVPRIM_TRY(kvpn_enter_alive(c->function, c->comm));
+    kvpn_open_group *const group = &c->comm->teardown->group;
+    const kvprim_status s = group->open ? kvpn_add_to_group(group, c) : run(c);
+    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
+    kvpn_leave(c->comm);
+    return s;
+}
+
 /* counts: of all_gatherv and all_to_allv. */
 static kvprim_status kvpn_collective(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv,
                                      const void *send, size_t count, const size_t *counts, kvprim_dtype dtype,
                                      int op_or_peer, cudaStream_t stream)
 {
     KVPRIM_RANGE(function);
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(function, comm);
     kvpn_call c = kvpn_make_call(kind, function, comm, recv, send, count, dtype, op_or_peer, stream);
-    kvpn_open_group *const group = &comm->teardown->group;
     c.counts = counts;
-    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_call(&c);
-    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
-    kvpn_leave(comm);
-    return s;
+    return kvpn_run_or_keep(&c, kvpn_run_call);
 }
 
 KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
@@ -5095,12 +5079,6 @@ typedef struct kvpn_norm_tensor {
 
 enum { kvpn_norm_input = 0, kvpn_norm_send = 1, kvpn_norm_residual = 2, kvpn_norm_output = 4 };
 enum { kvpn_norm_tensors = 7 }; /* without the addends */
-
-static kvpn_norm_tensor kvpn_norm_addend(const kvprim_norm_desc *d, const char *name, const void *data)
-{
-    const kvpn_norm_tensor t = {name, data, d->send_stride, d->tokens, d->hidden, 2, 16, kvpn_norm_send, 0};
-    return t;
-}
 
 static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *list)
 {
@@ -5221,27 +5199,28 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
                                      bool on_host)
 {
     kvpn_norm_tensor list[kvpn_norm_tensors];
-    KVPRIM_NCCL_TRY(kvpn_check_norm_fields(f, d));
+    KVPRIM_TRY(kvpn_check_norm_fields(f, d));
     if (d->tokens == 0)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_check_norm_outputs(f, d));
+    KVPRIM_TRY(kvpn_check_norm_outputs(f, d));
     kvpn_list_norm_tensors(d, list);
     for (int k = 0; k < kvpn_norm_tensors; k++)
-        KVPRIM_NCCL_TRY(kvpn_check_norm_tensor(f, &list[k], on_host));
+        KVPRIM_TRY(kvpn_check_norm_tensor(f, &list[k], on_host));
     for (int k = 0; k < kvpn_norm_tensors; k++)
         for (int other = 0; other < kvpn_norm_tensors && list[k].is == kvpn_norm_output; other++)
             if (other > k || (other != k && list[other].is != kvpn_norm_output))
-                KVPRIM_NCCL_TRY(kvpn_check_norm_overlap(f, &list[k], &list[other]));
+                KVPRIM_TRY(kvpn_check_norm_overlap(f, &list[k], &list[other]));
     for (int32_t r = 0; r < world; r++) {
         char name[24];
         (void)snprintf(name, sizeof name, on_host ? "sends[%d]" : "desc->send", (int)r);
-        const kvpn_norm_tensor addend = kvpn_norm_addend(d, name, sends[r]);
+        const kvpn_norm_tensor addend = {name, sends[r], d->send_stride, d->tokens, d->hidden,
+                                         2,    16,       kvpn_norm_send, 0};
         if (!sends[r])
             return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, name);
-        KVPRIM_NCCL_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
+        KVPRIM_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
         for (int k = 0; k < kvpn_norm_tensors; k++)
             if (list[k].is == kvpn_norm_output)
-                KVPRIM_NCCL_TRY(kvpn_check_norm_overlap(f, &list[k], &addend));
+                KVPRIM_TRY(kvpn_check_norm_overlap(f, &list[k], &addend));
     }
     return KVPRIM_OK;
 }
@@ -5301,9 +5280,9 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
     }
     if (c->comm->peer[0]) { /* whatever all_reduce_limit is */
         const kvpn_way way = kvpn_choose_sum(c->comm, false, bytes, d->dtype, KVPRIM_SUM);
-        KVPRIM_NCCL_TRY(kvpn_launch_reduction(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
+        KVPRIM_TRY(kvpn_launch_reduction(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
     } else {
-        KVPRIM_NCCL_TRY(kvpn_run_nccl(&sum));
+        KVPRIM_TRY(kvpn_run_nccl(&sum));
     }
     return kvpn_launch_norm_alone(c, &rest);
 }
@@ -5336,25 +5315,26 @@ static kvprim_status kvpn_launch_norm_by(const kvpn_call *c, const kvprim_norm_d
 {
     for (int64_t first = 0; first < d->tokens; first += most) {
         const kvprim_norm_desc part = kvpn_norm_part(d, first, d->tokens - first < most ? d->tokens - first : most);
-        KVPRIM_NCCL_TRY(way(c, &part));
+        KVPRIM_TRY(way(c, &part));
     }
     return KVPRIM_OK;
 }
 #endif
 
-static kvprim_status kvpn_run_norm(kvpn_call *c, const kvprim_norm_desc *desc)
+static kvprim_status kvpn_run_norm(kvpn_call *c)
 {
     const char *const f = c->function;
+    const kvprim_norm_desc *const desc = c->norm;
     if (!desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", f);
-    KVPRIM_NCCL_TRY(kvpn_check_norm(f, desc, &desc->send, 1, false));
+    KVPRIM_TRY(kvpn_check_norm(f, desc, &desc->send, 1, false));
     if (desc->tokens == 0)
         return KVPRIM_OK;
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     c->send = d.send, c->dtype = d.dtype, c->element = kvpn_type_of(d.dtype).bytes;
     c->type = (ncclDataType_t)kvpn_type_of(d.dtype).nccl, c->count = (size_t)(d.tokens * d.hidden);
-    KVPRIM_NCCL_TRY(kvpn_check_device(c));
-    KVPRIM_NCCL_TRY(kvpn_check_stop(f, c->comm));
+    KVPRIM_TRY(kvpn_check_device(c));
+    KVPRIM_TRY(kvpn_check_stop(f, c->comm));
 #if defined(KVPRIM_NCCL_KERNELS) && !defined(KVPRIM_NO_NORM)
     int64_t most;
     const kvpn_norm_way way = kvpn_norm_way_of(c->comm, &d, &most);
@@ -5373,13 +5353,8 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_
     kvpn_call c = kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce_norm", comm, NULL, NULL, 0, KVPRIM_BF16,
                                  (int)KVPRIM_SUM, stream);
     KVPRIM_RANGE(c.function);
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_fail_not_alive(c.function, comm);
-    kvpn_open_group *const group = &comm->teardown->group;
-    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_norm(&c, desc);
-    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
-    kvpn_leave(comm);
-    return s;
+    c.norm = desc;
+    return kvpn_run_or_keep(&c, kvpn_run_norm);
 }
 
 /* >>impl_norm_host -------------------------------------------------------------------------------------------------
@@ -5531,7 +5506,7 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
     if (world < 1)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
-    KVPRIM_NCCL_TRY(kvpn_check_norm(f, desc, sends, world, true));
+    KVPRIM_TRY(kvpn_check_norm(f, desc, sends, world, true));
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     for (int64_t token = 0; token < d.tokens; token++)
         kvpn_host_norm(&d, sends, world, token);
@@ -5601,9 +5576,9 @@ KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_d
 {
     const char *const f = "kvprim_ring_init";
     cudaError_t error = cudaSuccess;
-    KVPRIM_NCCL_TRY(kvpn_check_ring_desc(f, ring, desc));
+    KVPRIM_TRY(kvpn_check_ring_desc(f, ring, desc));
     kvpn_call c = kvpn_make_call(kvpn_send, f, desc->comm, NULL, NULL, 0, KVPRIM_U8, 0, desc->stream);
-    KVPRIM_NCCL_TRY(kvpn_check_device(&c)); /* events of another device would fail later */
+    KVPRIM_TRY(kvpn_check_device(&c)); /* events of another device would fail later */
     if (ring->self != ring)
         memset(ring, 0, sizeof *ring);
     ring->desc = *desc, ring->begun = ring->ended = ring->freed = 0;
@@ -5618,7 +5593,7 @@ KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_d
 KVPRIM_API kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot)
 {
     const char *const f = "kvprim_ring_claim";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, 1, kvpn_ring_sends));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, slot, 1, kvpn_ring_sends));
     const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     *slot = NULL;
     if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
@@ -5632,14 +5607,14 @@ KVPRIM_API kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st
 KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream)
 {
     const char *const f = "kvprim_ring_send";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, bytes, kvpn_ring_sends));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, ring, bytes, kvpn_ring_sends));
     const uint64_t k = ring->ended % (uint64_t)ring->desc.slots;
     if (ring->ended == ring->begun)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is claimed", f);
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], kvpn_stream(stream)));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(ring->desc.stream, ring->filled[k], 0));
-    KVPRIM_NCCL_TRY(kvprim_send(ring->desc.comm, (char *)ring->desc.memory + k * ring->desc.slot_bytes, bytes,
-                                KVPRIM_U8, ring->desc.peer, ring->desc.stream));
+    KVPRIM_TRY(kvprim_send(ring->desc.comm, (char *)ring->desc.memory + k * ring->desc.slot_bytes, bytes, KVPRIM_U8,
+                           ring->desc.peer, ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->finished[k], ring->desc.stream));
     ring->ended++;
     return KVPRIM_OK;
@@ -5648,7 +5623,7 @@ KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struc
 KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 {
     const char *const f = "kvprim_ring_credit";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
     if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, n,
                            (int)(ring->ended - ring->freed));
@@ -5659,12 +5634,12 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream, void **slot)
 {
     const char *const f = "kvprim_ring_recv";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, bytes, kvpn_ring_receives));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, slot, bytes, kvpn_ring_receives));
     const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     char *const at = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
     if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: all slots are in use: the sender had no credit", f);
-    KVPRIM_NCCL_TRY(kvprim_recv(ring->desc.comm, at, bytes, KVPRIM_U8, ring->desc.peer, ring->desc.stream));
+    KVPRIM_TRY(kvprim_recv(ring->desc.comm, at, bytes, KVPRIM_U8, ring->desc.peer, ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(kvpn_stream(stream), ring->filled[k], 0));
     ring->begun++, *slot = at;
@@ -5674,7 +5649,7 @@ KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struc
 KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_st *stream)
 {
     const char *const f = "kvprim_ring_release";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_receives));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_receives));
     if (ring->ended == ring->begun)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is received", f);
     KVPRIM_NCCL_TRY_CUDA(
@@ -5686,7 +5661,7 @@ KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_
 KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
 {
     const char *const f = "kvprim_ring_take";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, n, 1, kvpn_ring_receives));
+    KVPRIM_TRY(kvpn_check_ring(f, ring, n, 1, kvpn_ring_receives));
     for (*n = 0; ring->freed < ring->ended; ring->freed++, ++*n) {
         const cudaError_t done = kvpn_query_event(ring->finished[ring->freed % (uint64_t)ring->desc.slots]);
         if (done != cudaSuccess)
@@ -5695,7 +5670,6 @@ KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
     return KVPRIM_OK;
 }
 
-#undef KVPRIM_NCCL_TRY
 #undef KVPRIM_NCCL_TRY_CUDA
 #undef KVPRIM_NCCL_TRY_NCCL
 #undef KVPRIM_NCCL_LOAD

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* Sums a tensor in place over all GPUs of this machine, with a thread per GPU, as the layers of a tensor-parallel model
-   do. Verifies every element.
+   do, and then gathers a part from each. Verifies every element.
 
        nvcc -x cu -std=c++17 -O2 -arch=native -I. examples/06_allreduce.c -lnccl -o allreduce && ./allreduce
 
@@ -64,6 +64,24 @@ static int sum(kvprim_comm *comm, float *device, float *host, cudaStream_t strea
     return wrong;
 }
 
+/* The same for a gather, in place: as of logits, of which each rank has those of its part of the vocabulary. */
+static int gather(kvprim_comm *comm, float *device, float *host, cudaStream_t stream)
+{
+    const size_t part = count / max_gpus, all = part * (size_t)world;
+    float *const mine = device + part * (size_t)comm->rank;
+    int wrong = 0;
+    for (size_t i = 0; i < part; i++)
+        host[i] = value(comm->rank, i);
+    check_cuda(cudaMemcpyAsync(mine, host, sizeof(float) * part, cudaMemcpyHostToDevice, stream), __LINE__);
+    check_kvprim(kvprim_all_gather(comm, device, mine, part, KVPRIM_F32, stream), __LINE__);
+    check_cuda(cudaMemcpyAsync(host, device, sizeof(float) * all, cudaMemcpyDeviceToHost, stream), __LINE__);
+    check_cuda(cudaStreamSynchronize(stream), __LINE__);
+    check_kvprim(kvprim_comm_check(comm), __LINE__);
+    for (size_t i = 0; i < all; i++)
+        wrong += host[i] != value((int)(i / part), i % part);
+    return wrong;
+}
+
 static void *run(void *argument)
 {
     job *const mine = (job *)argument;
@@ -84,6 +102,7 @@ static void *run(void *argument)
     printf("%s\n", kvprim_comm_describe(&comm));
 
     mine->wrong = sum(&comm, (float *)device, (float *)host, stream);
+    mine->wrong += gather(&comm, (float *)device, (float *)host, stream);
 
     check_kvprim(kvprim_comm_destroy(&comm), __LINE__);
     check_cuda(cudaFreeHost(host), __LINE__);
@@ -108,6 +127,6 @@ int main(void)
         pthread_join(jobs[r].thread, NULL);
         wrong += jobs[r].wrong;
     }
-    printf("%d GPUs, %d sums each: %d wrong\n", world, count, wrong);
+    printf("%d GPUs, %d sums and %d gathered elements each: %d wrong\n", world, count, count / max_gpus * world, wrong);
     return wrong != 0;
 }

@@ -5,13 +5,14 @@
                                             be copied, and is found by PYTHONPATH=FOLDER
 
 Needs a C and a C++ compiler, Python's headers and, for GPUs, nvcc; and, for the operators that use them, the headers of
-torch 2.10 or newer (any one serves them all) and of TVM-FFI (apache-tvm-ffi). What the package is used with needs none
-of these, and another Python or torch will do. Environment:
+torch 2.10 or newer (any one serves them all), of TVM-FFI (apache-tvm-ffi) and of NCCL 2.19 or newer (the collectives).
+What the package is used with needs none of these, and another Python, torch or NCCL will do. Environment:
 
     KVPRIM_CUDA_ARCH      architectures, default "80 90 100 120", as far as nvcc knows them; "native": of the GPU here;
                           "none": for the CPU alone
-    KVPRIM_TORCH_INCLUDE, KVPRIM_TVM_FFI_INCLUDE    headers, if not those that this Python finds; "none": without them
-    NVCC, CC, CXX, CUDA_HOME
+    KVPRIM_TORCH_INCLUDE, KVPRIM_TVM_FFI_INCLUDE, KVPRIM_NCCL_INCLUDE    headers, if not those that this Python finds
+                          or, for NCCL, those beside CUDA's; "none": without them
+    NVCC, CC, CXX, CUDA_HOME, NCCL_HOME
 """
 import base64
 import glob
@@ -47,14 +48,20 @@ def find_nvcc():
     return os.environ.get("NVCC") or next((place for place in places if place and os.path.exists(place)), None)
 
 
-def headers_of(package, header):
-    """The folder of a package's headers. pip hides the packages beside it from a build; a Python that ignores its
-    settings finds them."""
-    given = os.environ.get(f"KVPRIM_{package.upper()}_INCLUDE")
+def headers_of(package, header, *places):
+    """The folder of a package's headers, or one of `places` that has them. pip hides the packages beside it from a
+    build; a Python that ignores its settings finds them."""
+    given = os.environ.get(f"KVPRIM_{package.rpartition('.')[2].upper()}_INCLUDE")
     code = f"import importlib.util as u; s = u.find_spec('{package}'); print(s and s.submodule_search_locations[0])"
-    folder = given or subprocess.run([sys.executable, "-I", "-c", code], capture_output=True,
-                                     text=True).stdout.strip() + "/include"
-    return folder if os.path.exists(os.path.join(folder, header)) else None
+    found = given or subprocess.run([sys.executable, "-I", "-c", code], capture_output=True,
+                                    text=True).stdout.strip() + "/include"
+    return next((folder for folder in (found, *(() if given else places))
+                 if os.path.exists(os.path.join(folder, header))), None)
+
+
+def nccl_include(nvcc):
+    homes = [os.environ.get("NCCL_HOME"), os.path.dirname(os.path.dirname(nvcc)), "/usr/local", "/usr"]
+    return headers_of("nvidia.nccl", "nccl.h", *(home + "/include" for home in homes if home))
 
 
 def cuda_flags(nvcc):
@@ -88,6 +95,31 @@ def build_library(package, scratch):
         run(*compiler("CC", "cc"), "-std=c11", "-O2", "-fPIC", "-Wl,--version-script=" + exports, *flags)
 
 
+def build_empty(scratch, name, *flags):
+    """At run time that library is there: an empty one takes its place for the linker."""
+    run(*compiler("CXX", "c++"), "-shared", "-x", "c++", "/dev/null", *flags, "-o",
+        os.path.join(scratch, f"lib{name}.so"))
+
+
+def build_collectives(package, scratch):
+    """libkvprim_nccl.so: the functions of kvprim_nccl.h. It takes the libnccl.so.2 of the process that loads it."""
+    nvcc = None if os.environ.get("KVPRIM_CUDA_ARCH") == "none" else find_nvcc()
+    include = nvcc and nccl_include(nvcc)
+    if not include:
+        print("kvprim: no nvcc or no nccl.h, so this has no collectives: install NCCL, or set KVPRIM_NCCL_INCLUDE")
+        return
+    exports = os.path.join(scratch, "collectives.exports")
+    with open(exports, "w") as file:
+        file.write(ALL % "kvprim_*")
+    build_empty(scratch, "nccl", "-Wl,-soname,libnccl.so.2")
+    linker = [f"-Xlinker={option}" for option in (
+        "-soname=libkvprim_nccl.so", "-rpath=$ORIGIN", "--no-as-needed", "--version-script=" + exports)]
+    run(nvcc, "-std=c++17", "-O3", *cuda_flags(nvcc), "-Xcompiler", "-fPIC", "-cudart", "static", "-I" + HEADERS,
+        "-I" + include, "-DKVPRIM_NCCL_IMPLEMENTATION", "-DKVPRIM_EXPORT", "-shared",
+        os.path.join(HERE, "src/communicators.cu"), "-o", os.path.join(package, "libkvprim_nccl.so"), *linker,
+        "-L" + package, "-lkvprim", "-L" + scratch, "-lnccl")
+
+
 def build_module(package, scratch, source, output, include, exports, *flags):
     path = os.path.join(scratch, output + ".exports")
     with open(path, "w") as file:
@@ -108,6 +140,7 @@ def build(package):
         shutil.copy(os.path.join(HEADERS, name), os.path.join(package, "include"))
     with tempfile.TemporaryDirectory() as scratch:
         build_library(package, scratch)
+        build_collectives(package, scratch)
         build_module(package, scratch, "python_module.cpp", "_eager.abi3.so", sysconfig.get_path("include"), "PyInit_*")
         for name, header, source, output, exports, flags in (
                 ("torch", "torch/csrc/stable/library.h", "torch_operators.cpp", "libkvprim_torch.so",
@@ -118,9 +151,7 @@ def build(package):
                 print(f"kvprim: no headers of {name}, so this has no {output}: install {name}, or set "
                       f"KVPRIM_{name.upper()}_INCLUDE, and build again")
                 continue
-            # At run time its own library is there: an empty one of that name takes its place here.
-            run(*compiler("CXX", "c++"), "-shared", "-x", "c++", "/dev/null", f"-Wl,-soname,lib{name}.so", "-o",
-                os.path.join(scratch, f"lib{name}.so"))
+            build_empty(scratch, name, f"-Wl,-soname,lib{name}.so")
             build_module(package, scratch, source, output, include, exports, *flags, "-L" + scratch, "-l" + name)
 
 

@@ -442,8 +442,8 @@ enum kind {
     FROM_F16,
     FROM_F32,
     ROW,             /* e4m3, a scale computed for each row */
-    TOKEN_HEAD,      /* e4m3, one for each row and head, by the inverse */
-    TOKEN_HEAD_INT8, /* int8, one for each row and head */
+    TOKEN_HEAD,      /* e4m3, one for each row and head, behind the head, by the inverse */
+    TOKEN_HEAD_INT8, /* the same of int8 */
     MLA,             /* 512 and 64 elements beside each other, with one scale */
     DS_MLA,
     DS_MLA_V4,
@@ -458,6 +458,7 @@ struct shape {
     int heads, head_elements;
     int64_t page_rows;
     convert_launch *vllm, *sglang;
+    int64_t pad = 0; /* bytes behind each head, of which the first 4 are its scale; K and V then share each page */
 
     bool latent() const
     {
@@ -477,13 +478,17 @@ struct shape {
     }
     int64_t row() const /* of K in the cache, and of what lies beside it */
     {
-        return what == DS_MLA ? 656 : what == MLA || what == DS_MLA_V4 ? 576 : elements();
+        return what == DS_MLA ? 656 : what == MLA || what == DS_MLA_V4 ? 576 : heads * head();
+    }
+    int64_t head() const
+    {
+        return head_elements + pad;
     }
     int64_t page() const
     {
         return what == DS_MLA_V4 ? (584 * page_rows + 575) / 576 * 576 /* SGLang's padding */
                : what >= INDEXER ? 132 * page_rows
-                                 : row() * page_rows;
+                                 : row() * page_rows * (pad ? 2 : 1);
     }
     int64_t rows() const
     {
@@ -508,7 +513,9 @@ static kvprim_format format_of(const shape &s, const memory &m, bool v)
     if (s.what == ROW || s.what == TOKEN_HEAD || s.what == TOKEN_HEAD_INT8) {
         f.scale = KVPRIM_SCALE_TILE;
         f.tile = s.what == ROW ? 0 : s.head_elements;
-        f.scales = m.scales[v];
+        f.scales = s.pad ? nullptr : m.scales[v];
+        f.scale_offset = s.pad ? s.head_elements : 0;
+        f.scale_tile_stride = s.pad ? s.head() : 0;
         f.scale_inverse = s.what == TOKEN_HEAD;
         f.scale_min = s.what == TOKEN_HEAD ? 1e-6f : 0;
     } else if (s.what == HEADS) {
@@ -528,6 +535,11 @@ static kvprim_table cache_of(const shape &s, const memory &m, bool v, int64_t ro
     t.page_rows = s.page_rows;
     if (s.what == MLA)
         t.stride = 576, t.page_stride = s.page();
+    if (s.pad) {
+        t.data = m.cache[0] + (v ? s.page() / 2 : 0);
+        t.heads = s.heads, t.head_stride = s.head();
+        t.stride = s.row(), t.page_stride = s.page();
+    }
     if (s.hnd) {
         t.heads = s.heads;
         t.head_stride = s.page_rows * s.head_elements;
@@ -568,13 +580,13 @@ static convert_params params_of(const shape &s, const memory &m, const int64_t *
     convert_params p = {};
     p.k = reinterpret_cast<const __nv_bfloat16 *>(m.dense[0] + at);
     p.v = reinterpret_cast<const __nv_bfloat16 *>(m.dense[1] + at);
-    p.k_cache = reinterpret_cast<uint8_t *>(m.cache[0]), p.v_cache = reinterpret_cast<uint8_t *>(m.cache[1]);
+    p.k_cache = reinterpret_cast<uint8_t *>(m.cache[0]);
+    p.v_cache = s.pad ? p.k_cache + s.page() / 2 : reinterpret_cast<uint8_t *>(m.cache[1]);
     p.slot = slot;
     p.k_scale = number(m, false, s.what == HEADS), p.v_scale = number(m, true, s.what == HEADS);
-    p.k_scales = reinterpret_cast<float *>(m.scales[0]), p.v_scales = reinterpret_cast<float *>(m.scales[1]);
     p.page_stride = s.page();
     p.row_stride = s.hnd ? s.head_elements : s.row();
-    p.head_stride = s.hnd ? s.page_rows * s.head_elements : s.head_elements;
+    p.head_stride = s.hnd ? s.page_rows * s.head_elements : s.head();
     p.k_stride = s.elements(), p.v_stride = s.latent() ? 64 : s.elements();
     p.page_rows = int32_t(s.page_rows);
     p.scale_step = s.what == HEADS;
@@ -629,9 +641,7 @@ static int64_t common_rows(const shape &s)
 {
     const int64_t bytes = std::max(s.row(), (s.token_bytes() + s.row()) / 2 + 256);
     const int64_t rows = std::min(s.rows(), cache_bytes / bytes);
-    const int64_t fit = s.what == ROW || s.what == TOKEN_HEAD || s.what == TOKEN_HEAD_INT8
-                            ? scales_bytes / 4 / (s.what == ROW ? 1 : s.heads)
-                            : rows;
+    const int64_t fit = s.what == ROW ? scales_bytes / 4 : rows;
     return std::min(rows, fit) / s.page_rows * s.page_rows;
 }
 
@@ -769,8 +779,9 @@ static std::vector<shape> layout_shapes()
             {"NHD, heads", HEADS, false, 8, 128, 16, vllm, nullptr},
             {"HND", TENSOR, true, 8, 128, 16, vllm, nullptr},
             {"HND, heads", HEADS, true, 8, 128, 16, vllm, nullptr},
-            {"token and head", TOKEN_HEAD, false, 8, 128, 16, launch_vllm_token_head<8, 128>, nullptr},
-            others("token/head, int8", TOKEN_HEAD_INT8),
+            {"token and head", TOKEN_HEAD, false, 8, 128, 16, launch_vllm_token_head<8, 128>, nullptr, 4},
+            {"token/head, 144", TOKEN_HEAD, false, 8, 128, 16, launch_vllm_token_head<8, 128>, nullptr, 16},
+            {"token/head, int8", TOKEN_HEAD_INT8, false, 8, 128, 16, nullptr, nullptr, 4},
             others("row", ROW),
             others("int8", INT8),
             others("e5m2", E5M2),
@@ -895,8 +906,8 @@ static void fill_cache(const shape &s, const memory &m, int64_t bytes, int64_t r
 {
     const int64_t pages = rows / s.page_rows;
     fill_bytes<<<4096, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(m.cache[0]), bytes / 4, 77);
-    if (s.what == TOKEN_HEAD)
-        fill_part<<<4096, 128, 0, stream>>>(m.scales[0], rows * s.heads / 16, 64, 0, 16, SCALES);
+    if (s.pad)
+        fill_part<<<4096, 32, 0, stream>>>(m.cache[0], 2 * rows * s.heads, s.head(), s.head_elements, 1, SCALES);
     if (s.what == DS_MLA) {
         fill_part<<<4096, 32, 0, stream>>>(m.cache[0], rows, 656, 512, 4, SCALES);
         fill_part<<<4096, 32, 0, stream>>>(m.cache[0], rows, 656, 528, 32, PAIRS);
@@ -965,15 +976,17 @@ static times measure_gather(const gather_shape &g, const page_sets &sets)
 
 static std::vector<gather_shape> gather_shapes()
 {
-    const auto plain = [](const char *name, kind what, bool hnd, int heads, int head_elements, int64_t page_rows) {
-        return shape{name, what, hnd, heads, head_elements, page_rows, nullptr, nullptr};
+    const auto plain = [](const char *name, kind what, bool hnd, int heads, int head_elements, int64_t page_rows,
+                          int64_t pad = 0) {
+        return shape{name, what, hnd, heads, head_elements, page_rows, nullptr, nullptr, pad};
     };
     return {{plain("NHD", TENSOR, false, 4, 128, 16), launch_vllm_gather_page<512>, launch_vllm_gather_token<512>},
             {plain("NHD", TENSOR, false, 8, 128, 16), launch_vllm_gather_page<1024>, launch_vllm_gather_token<1024>},
             {plain("NHD", TENSOR, false, 32, 128, 16), launch_vllm_gather_page<4096>, launch_vllm_gather_token<4096>},
             {plain("NHD, heads", HEADS, false, 8, 128, 16), nullptr, nullptr},
             {plain("HND", TENSOR, true, 8, 128, 16), nullptr, nullptr},
-            {plain("token and head", TOKEN_HEAD, false, 8, 128, 16), nullptr, nullptr},
+            {plain("token and head", TOKEN_HEAD, false, 8, 128, 16, 4), nullptr, nullptr},
+            {plain("token/head, 144", TOKEN_HEAD, false, 8, 128, 16, 16), nullptr, nullptr},
             {plain("mla", TENSOR, false, 1, 576, 64), launch_vllm_gather_page<576>, launch_vllm_gather_token<576>},
             {plain("fp8_ds_mla", DS_MLA, false, 1, 512, 64), launch_vllm_upconvert<576>, nullptr},
             {plain("fp8_ds_mla_v4", DS_MLA_V4, false, 1, 448, 64), nullptr, nullptr},
@@ -1029,9 +1042,7 @@ static void gather()
         "", "row", "tokens", "pages", "PDL", "slots", "PDL", "vLLM", "before", "pages", "slots", "GB/s", "limit");
     for (const gather_shape &g : gather_shapes()) {
         const int64_t row = std::max(g.s.row(), (g.out() * 2 + g.s.row()) / 2 + 256);
-        int64_t rows = std::min(g.s.rows(), cache_bytes / row) / g.s.page_rows * g.s.page_rows;
-        if (g.s.what == TOKEN_HEAD)
-            rows = std::min(rows, scales_bytes / 4 / g.s.heads);
+        const int64_t rows = std::min(g.s.rows(), cache_bytes / row) / g.s.page_rows * g.s.page_rows;
         fill_cache(g.s, device, 2 * cache_bytes, rows);
         for (const int64_t tokens :
              quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{64, 1024, 8192, 65536, 262144}) {

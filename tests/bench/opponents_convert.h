@@ -66,7 +66,6 @@ struct convert_params {
     uint8_t *k_cache, *v_cache;
     const int64_t *slot;
     const float *k_scale, *v_scale;
-    float *k_scales, *v_scales;                   /* of every token and head */
     int64_t page_stride, row_stride, head_stride; /* of the cache */
     int64_t k_stride, v_stride;                   /* of the inputs */
     int32_t page_rows, scale_step;                /* scale_step: 1 if each head has a scale, else 0 */
@@ -279,9 +278,9 @@ __global__ void __launch_bounds__(head_elements) vllm_token_head_kernel(const __
     const int64_t to = page * p.page_stride + row * p.row_stride + head * p.head_stride + threadIdx.x;
     p.k_cache[to] = __nv_cvt_float_to_fp8(k * (1.f / k_scale), __NV_SATFINITE, __NV_E4M3);
     p.v_cache[to] = __nv_cvt_float_to_fp8(v * (1.f / v_scale), __NV_SATFINITE, __NV_E4M3);
-    if (threadIdx.x == 0) {
-        p.k_scales[slot * heads + head] = k_scale;
-        p.v_scales[slot * heads + head] = v_scale;
+    if (threadIdx.x == 0) { /* behind the head */
+        *reinterpret_cast<float *>(p.k_cache + to + head_elements) = k_scale;
+        *reinterpret_cast<float *>(p.v_cache + to + head_elements) = v_scale;
     }
 }
 

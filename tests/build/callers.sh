@@ -336,6 +336,7 @@ package()
     export KVPRIM_CUDA_ARCH=none PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1
     cell 'examples/python builds' env CC="$CC" CXX="$CXX" python3 examples/python/build_backend.py "$build/python"
     program 'examples/python on the CPU' python3 examples/python/tests/test_kvprim.py
+    program 'engines of examples/python on the CPU' python3 examples/python/tests/test_engines.py
     if python_modules torch transformers; then
         cell 'examples/13_transformers on the CPU' python3 examples/13_transformers/run.py
     else
@@ -384,8 +385,8 @@ runs_quoted()
 builds_elsewhere()
 {
     rm -rf "$build/else where" && MAKEFLAGS= make -s BUILD="$PWD/$build/else where" CFLAGS=-O0 DEVICE=cpu \
-        ARGS='--requests 2' run build/01_rows build/18_step build/20_keys | grep 'requests  *2 ' &&
-        "$build/else where/01_rows" && "$build/else where/18_step" && "$build/else where/20_keys" &&
+        ARGS='--requests 2' run build/01_rows build/18_step build/21_keys | grep 'requests  *2 ' &&
+        "$build/else where/01_rows" && "$build/else where/18_step" && "$build/else where/21_keys" &&
         ! MAKEFLAGS= make BUILD="$build/else where" clean && [ -x "$build/else where/02_kv_replay" ]
 }
 

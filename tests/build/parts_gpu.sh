@@ -264,6 +264,8 @@ nccl_cuda()
         -c examples/14_handover/handover.cu -o "$build/unit.o"
     cell 'bench_handover, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
         -c tests/bench/bench_handover.cu -o "$build/unit.o"
+    cell '20_ring_unpack, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
+        -c examples/20_ring_unpack.cu -o "$build/unit.o"
     cell '06_allreduce, nvcc' $cu $implemented examples/06_allreduce.c -Xlinker "$build/test_nccl.o" $nccl_link \
         -o "$build/program"
     cell '17_all_reduce_norm, nvcc' $cu $implemented examples/17_all_reduce_norm.cu -Xlinker "$build/test_nccl.o" \
@@ -536,6 +538,10 @@ programs()
         cell 'examples/python builds with nvcc' env NVCC="$NVCC" KVPRIM_CUDA_ARCH=90 \
             python3 examples/python/build_backend.py "$build/python"
         program 'examples/python' env PYTHONPATH="$build/python" python3 examples/python/tests/test_kvprim.py
+        program 'engines of examples/python' env PYTHONPATH="$build/python" \
+            python3 examples/python/tests/test_engines.py
+        program 'collectives of examples/python' env PYTHONPATH="$build/python" \
+            python3 examples/python/tests/test_collectives.py
     else
         skip 'examples/python with nvcc: no python3, or it has no torch'
     fi

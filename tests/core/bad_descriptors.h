@@ -661,7 +661,7 @@ static void bad_metas(void)
 
 /* All arrays of a good descriptor, apart from each other. */
 typedef struct slots_memory {
-    int64_t pages[40], request[20], position[20], cu[20], starts[20], slot[20];
+    int64_t pages[40], request[20], position[20], cu[20], starts[20], page_starts[20], slot[20];
     uint32_t rejected[4];
 } slots_memory;
 
@@ -704,7 +704,8 @@ static void bad_slots_fields(slots_memory *m)
         BAD_SLOTS(form, d.reserved_pages = 1, ARGUMENT, "a reserved field is not 0");
         BAD_SLOTS(form, d.reserved_token = 1, ARGUMENT, "a reserved field is not 0");
         BAD_SLOTS(form, d.reserved_slot = 1, ARGUMENT, "a reserved field is not 0");
-        BAD_SLOTS(form, d.reserved = -1, ARGUMENT, "a reserved field is not 0");
+        BAD_SLOTS(form, d.page_starts = m->page_starts;
+                  d.pages_stride = 4, ARGUMENT, "pages_stride is 4, but page_starts (");
         BAD_SLOTS(form, d.pages_type = (kvprim_index_type)0, ARGUMENT, "pages_type is 0, neither KVPRIM_I32");
         BAD_SLOTS(form, d.token_type = (kvprim_index_type)3, ARGUMENT, "token_type is 3");
         BAD_SLOTS(form, d.slot_type = (kvprim_index_type)3, ARGUMENT, "slot_type is 3");
@@ -756,6 +757,9 @@ static void bad_slots_places(slots_memory *m)
     BAD_SLOTS(1, d.cu_seqlens = plus(m->cu, 1), ARGUMENT, "cu_seqlens (");
     BAD_SLOTS(1, d.starts = plus(m->starts, 2), ARGUMENT, "starts (");
     BAD_SLOTS(0, d.slot = plus(m->slot, 2), ARGUMENT, "slot (");
+    BAD_SLOTS(0, d.page_starts = plus(m->page_starts, 2), ARGUMENT, "page_starts (");
+    BAD_SLOTS(1, d.page_starts = m->page_starts; d.slot = m->page_starts + 3, OVERLAP, "overlaps page_starts (");
+    BAD_SLOTS(1, d.page_starts = m->page_starts; d.slot = m->pages + 3, OVERLAP, "32 bytes)"); /* max_pages numbers */
     BAD_SLOTS(0, d.rejected = counter_at(m->rejected, 2), ARGUMENT, "rejected (");
     BAD_SLOTS(0, d.slot = m->position, OVERLAP, "overlaps position (");
     BAD_SLOTS(0, d.slot = m->request + 7, OVERLAP, "overlaps request (");
@@ -769,6 +773,9 @@ static void bad_slots_places(slots_memory *m)
     kvprim_slots_desc d = slots_in(m, 0);
     d.slot = m->pages + 12; /* right after the table */
     EXPECT(slots, &d, KVPRIM_OK, "");
+    d.page_starts = m->cu; /* of which there are 4 */
+    EXPECT(slots, &d, KVPRIM_OK, "");
+    d.page_starts = NULL;
     d.request = d.position; /* inputs may be one */
     EXPECT(slots, &d, KVPRIM_OK, "");
 }

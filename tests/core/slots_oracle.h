@@ -53,10 +53,21 @@ static int64_t want_slot(const kvprim_slots_desc *d, int64_t i, int *counts_too)
     if (request < 0 || position < 0)
         return -1;
     *counts_too = 1;
-    const int all = __builtin_mul_overflow(d->max_pages, d->page_rows, &most); /* all positions are less */
-    if (request >= d->requests || (!all && position >= most))
+    if (request >= d->requests)
         return -1;
-    const int64_t page = element_of(d->pages, d->pages_type, request * d->pages_stride + position / d->page_rows);
+    int64_t begin = 0, pages = d->max_pages;
+    if (d->page_starts) {
+        const int64_t end = element_of(d->page_starts, d->pages_type, request + 1);
+        begin = element_of(d->page_starts, d->pages_type, request);
+        if (begin < 0 || begin > end || end > d->max_pages)
+            return -1;
+        pages = end - begin;
+    } else
+        begin = request * d->pages_stride;
+    const int all = __builtin_mul_overflow(pages, d->page_rows, &most); /* all positions are less */
+    if (!all && position >= most)
+        return -1;
+    const int64_t page = element_of(d->pages, d->pages_type, begin + position / d->page_rows);
     *counts_too = page >= 0;
     if (page < 0 || __builtin_mul_overflow(page, d->page_rows, &slot) ||
         __builtin_add_overflow(slot, position % d->page_rows, &slot) || slot >= d->rows)

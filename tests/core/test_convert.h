@@ -414,6 +414,11 @@ static void test_side_format(void)
     CHECK(m[0].dst.format.dtype == KVPRIM_F8E4M3 && m[0].dst.format.scale == 0 && m[0].dst.format.scale_offset == 0);
     f.scale = KVPRIM_SCALE_TILE, d.count = 0; /* nothing is checked or moved */
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK && m[0].dst.format.dtype == 0 && !m[0].dst.table.format);
+
+    f.tile = 16; /* 4 scales after each row; only the first 2 of 32 rows can be touched */
+    kvprim_gather_desc gather =
+        gather_of(formatted(strided_table(cache, 32, 128), &f), formatted(table_of(k, 1), &bf16), 128, slot, 2);
+    CHECK(kvprim_gather_moves(&gather, m) == KVPRIM_OK && m[0].dst.bytes == 128 + 64 + 4 * 4);
 }
 
 /* ---- presets ---- */
@@ -919,6 +924,97 @@ static void test_format_errors_of_transfers(void)
     CHECK_ERROR(kvprim_gather(&g), KVPRIM_ERROR_ARGUMENT, "kvprim_gather: src.format is set, but dst.format is NULL");
 }
 
+/* V that is like K except for one number, or begins elsewhere, is checked as if it were alone. */
+static void check_v_beside_k(const kvprim_store_desc *d)
+{
+    kvprim_move both[2], one[2];
+    kvprim_store_desc resolved;
+    kvprim_store_desc v = {.k_cache = d->v_cache, .k = d->v, .k_bytes = d->v_bytes, .slot = d->slot, .count = d->count};
+    v.slot_type = d->slot_type;
+    memset(both, 0xa5, sizeof both);
+    memset(one, 0xa5, sizeof one);
+    const kvprim_status status = kvprim_store_moves(&v, one);
+    CHECK(kvprim_store_moves(d, both) == status && kvprim_store_check(d, &resolved) == status);
+    CHECK(status != KVPRIM_OK || (resolved.v_cache.format == d->v_cache.format && resolved.v.format == d->v.format));
+    CHECK(status != KVPRIM_OK || (memcmp(&both[1].dst, &one[0].dst, sizeof one[0].dst) == 0 &&
+                                  memcmp(&both[1].src, &one[0].src, sizeof one[0].src) == 0));
+}
+
+static void test_v_like_k(void)
+{
+    static bad_store b;
+    static const int64_t values[] = {-1, 0, 1, 2, 4, 8, 15, 16, 64, 128, 256, 512, 520, 1024, INT64_MAX};
+    int64_t *const numbers[] = {&b.d.v_cache.stride,
+                                &b.d.v_cache.page_rows,
+                                &b.d.v_cache.page_stride,
+                                &b.d.v_cache.head_stride,
+                                &b.d.v_cache.bytes,
+                                &b.d.v_cache.reserved,
+                                &b.d.v.rows,
+                                &b.d.v.stride,
+                                &b.d.v.page_rows,
+                                &b.d.v.page_stride,
+                                &b.d.v.bytes,
+                                &b.d.v.reserved,
+                                &b.d.v_bytes,
+                                &b.v_format.tile,
+                                &b.v_format.scale_offset,
+                                &b.v_format.scale_tile_stride,
+                                &b.v_format.scale_stride,
+                                &b.v_format.scale_page_stride,
+                                &b.v_format.scale_layer_stride,
+                                &b.v_format.scales_bytes,
+                                &b.v_format.reserved};
+    int32_t *const small[] = {&b.d.v_cache.heads, &b.d.v_cache.reserved_heads, &b.v_format.scale_power_of_two,
+                              &b.v_format.scale_inverse};
+    const int n = sizeof numbers / sizeof *numbers, m = sizeof small / sizeof *small, more = 9;
+    for (int own = 0; own < 2; own++)
+        for (int field = 0; field < n + m + more; field++)
+            for (size_t k = 0; k < sizeof values / sizeof *values; k++) {
+                reset_bad_store(&b);
+                if (own)
+                    b.k_format.scales = b.outside, b.k_format.scale_offset = 0;
+                b.v_format = b.k_format;
+                b.v_format.scales = own ? b.outside + 4096 : NULL, b.v_format.nans = &b.v_nans;
+                if (field < n)
+                    *numbers[field] = values[k];
+                else if (field < n + m)
+                    *small[field - n] = (int32_t)(values[k] % 1024);
+                switch (field - n - m) {
+                case 0:
+                    b.d.v_cache.data = b.v_cache + k;
+                    break;
+                case 1:
+                    b.d.v.data = (char *)b.v + k;
+                    break;
+                case 2:
+                    b.v_format.scales = own == (k > 0) ? b.outside + 4096 + k : NULL;
+                    break;
+                case 3:
+                    b.d.v_cache.format = NULL;
+                    break;
+                case 4:
+                    b.d.v.format = k % 2 ? &b.bf16 : NULL;
+                    break;
+                case 5:
+                    b.v_format.dtype = (kvprim_dtype)(16 + k);
+                    break;
+                case 6:
+                    b.v_format.scale = (kvprim_scale_kind)(k % 5), b.v_format.tile = k > 4 ? 16 : 0;
+                    break;
+                case 7:
+                    b.v_format.scale_dtype = (kvprim_dtype)(16 + k);
+                    break;
+                case 8:
+                    b.v_format.scale_min = k % 2 ? 1 : 1e-40f;
+                    break;
+                default:
+                    break;
+                }
+                check_v_beside_k(&b.d);
+            }
+}
+
 static void test_conversions_for_isa(void)
 {
     test_every_value();
@@ -939,6 +1035,7 @@ static void run_conversions(void)
     run("conversions: moves", test_converting_moves);
     run("conversions: defaults of formats", test_side_format);
     run("conversions: presets", test_presets);
+    run("conversions: V like K", test_v_like_k);
     run("conversions: bad formats", test_format_errors);
     run("conversions: bad formats of transfers", test_format_errors_of_transfers);
 }

@@ -1129,6 +1129,8 @@ static const pair_case pair_cases[] = {
     {"V of all rows before K", 4, 64, 64, 64, 0, 0, 0, 0, -256, 1},
     {"K and V of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, 64, 1},
     {"V and K of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, -64, 1},
+    {"K and V of a row in turn, the last page of one row", 3, 64, 64, 128, 2, 256, 0, 0, 64, 1},
+    {"V and K of a row in turn, the last page of one row", 3, 64, 64, 128, 2, 256, 0, 0, -64, 1},
     {"V and K of a row in turn, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, -63, 0},
     {"V and K of a row in turn, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, -65, 0},
     {"K and V of a row, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, 63, 0},

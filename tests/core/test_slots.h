@@ -92,17 +92,18 @@ struct slots_shape {
     int64_t requests, max_pages, gap, page_rows, rows, count;
 };
 
-/* form 0: pairs; 1: counts; 2: counts and starts. */
+/* form 0: pairs; 1: counts; 2: counts and starts. Bit 3 of types: with page_starts, as many pages in all. */
 static void random_slots(const struct slots_shape *s, int form, unsigned types, uint64_t wild)
 {
     kvprim_slots_desc d = slots_of(KVPRIM_I32, NULL, s->requests, s->max_pages, s->page_rows, s->rows, s->count);
     d.pages_type = index_type_of(types), d.token_type = index_type_of(types >> 1);
-    d.slot_type = index_type_of(types >> 2), d.pages_stride = s->gap ? s->max_pages + s->gap : 0;
+    d.slot_type = index_type_of(types >> 2), d.pages_stride = s->gap && types < 8 ? s->max_pages + s->gap : 0;
     const int64_t stride = s->max_pages + s->gap, positions = s->max_pages * s->page_rows;
     const int64_t pages_count = s->rows / s->page_rows ? s->rows / s->page_rows : 1;
     void *const pages = allocate((size_t)(s->requests * stride) * 8), *const a = allocate((size_t)(s->count + 1) * 8);
     void *const b = allocate((size_t)(s->count + 1) * 8), *const cu = allocate((size_t)(s->requests + 1) * 8);
-    void *const starts = allocate((size_t)s->requests * 8);
+    void *const starts = allocate((size_t)s->requests * 8), *const page_starts =
+                                                                allocate((size_t)(s->requests + 1) * 8);
     for (int64_t n = 0; n < s->requests * stride; n++)
         set_element(pages, d.pages_type, n, number_below(d.pages_type, pages_count, wild));
     for (int64_t i = 0; i < s->count; i++) {
@@ -113,13 +114,21 @@ static void random_slots(const struct slots_shape *s, int form, unsigned types, 
         set_element(starts, d.token_type, r, number_below(d.token_type, positions, wild));
     fill_counts(cu, d.token_type, s->requests, s->count, s->requests > 6 ? 2 : 0, s->count > 9 && wild ? 3 : 0);
     d.pages = pages;
+    if (types >= 8) {
+        d.page_starts = page_starts, d.max_pages *= s->requests;
+        for (int64_t r = 0, at = 0; r <= s->requests; r++) {
+            set_element(page_starts, d.pages_type, r,
+                        wild && !below(wild) ? number_below(d.pages_type, d.max_pages, 2) : at);
+            at += (int64_t)below((uint64_t)(s->max_pages + 1));
+        }
+    }
     d.request = form == 0 ? a : NULL, d.position = form == 0 ? b : NULL;
     d.cu_seqlens = form ? cu : NULL, d.starts = form == 2 ? starts : NULL;
     char what[160];
     snprintf(what, sizeof what, "slots: form %d, types %u, %lld requests x %lld pages of %lld, %lld tokens", form,
              types, (long long)s->requests, (long long)s->max_pages, (long long)s->page_rows, (long long)s->count);
     check_slots(d, what);
-    free(pages), free(a), free(b), free(cu), free(starts);
+    free(pages), free(a), free(b), free(cu), free(starts), free(page_starts);
 }
 
 /* ---- tests ---- */
@@ -150,6 +159,15 @@ static void test_slots_by_hand(void)
     const int32_t want_from_0[] = {-1, 20, 21, 22, 28, 29, -1};
     d.starts = NULL, rejected = 0;
     CHECK(kvprim_slots(&d) == KVPRIM_OK && memcmp(slot, want_from_0, sizeof want_from_0) == 0 && rejected == 2);
+
+    const int32_t one_by_one[] = {5, 2, 7, -1, 6}, page_starts[] = {0, 2, 2, 5, 4, 6};
+    const int64_t of[] = {0, 0, 0, 1, 2, 2, 2, 2, 3, 4}, at[] = {0, 7, 8, 0, 3, 4, 11, 12, 0, 0};
+    const int32_t want_by_starts[] = {20, 11, -1, -1, -1, -1, 27, -1, -1, -1}; /* slot 31 is past the rows */
+    d = slots_of(KVPRIM_I32, one_by_one, 5, 5, 4, 31, 10);
+    d.page_starts = page_starts, d.request = of, d.position = at, d.token_type = KVPRIM_I64;
+    d.slot = slot, d.rejected = &rejected, rejected = 0;
+    CHECK(kvprim_slots(&d) == KVPRIM_OK && memcmp(slot, want_by_starts, sizeof want_by_starts) == 0);
+    CHECK(rejected == 6); /* position 8, no page, slot 31, position 12; starts that descend, and that pass the end */
 }
 
 static void test_slots_matrix(void)
@@ -160,7 +178,7 @@ static void test_slots_matrix(void)
     for (size_t p = 0; p < LENGTH(page_rows); p++)
         for (size_t r = 0; r < LENGTH(requests); r++)
             for (size_t c = 0; c < LENGTH(token_counts); c++)
-                for (unsigned k = 0; k < 24; k++) {
+                for (unsigned k = 0; k < 48; k++) {
                     const struct slots_shape s = {requests[r],
                                                   1 + (int64_t)below(9),
                                                   (int64_t)below(3),
@@ -172,8 +190,8 @@ static void test_slots_matrix(void)
                 }
     for (int form = 0; form < 3; form++) {
         const struct slots_shape many = {200, 30, 0, 16, 1 << 20, 8192}, more = {64, 200, 5, 16, 1 << 20, 100000};
-        random_slots(&many, form, (unsigned)below(8), 20);
-        random_slots(&more, form, (unsigned)below(8), 20);
+        random_slots(&many, form, (unsigned)below(16), 20);
+        random_slots(&more, form, (unsigned)below(16), 20);
     }
 }
 

@@ -64,8 +64,11 @@ static kvprim_status spoil(struct input *in, kvprim_slots_desc *d)
         *sizes[1 + which % 4] = 0;
         return KVPRIM_ERROR_SIZE;
     case 2:
-        d->pages_stride = which % 2 ? d->max_pages - 1 - (int64_t)which : -(int64_t)(take(in, 8) >> 1) - 1;
-        return d->pages_stride ? KVPRIM_ERROR_SIZE : KVPRIM_OK; /* 0: max_pages */
+        d->pages_stride =
+            which % 2 && !d->page_starts ? d->max_pages - 1 - (int64_t)which : -(int64_t)(take(in, 8) >> 1) - 1;
+        return d->page_starts    ? KVPRIM_ERROR_ARGUMENT
+               : d->pages_stride ? KVPRIM_ERROR_SIZE
+                                 : KVPRIM_OK; /* 0: max_pages */
     case 3:
         *sizes[which % 2] = INT64_MAX - (int64_t)take(in, 1);
         return KVPRIM_ERROR_SIZE;
@@ -100,7 +103,7 @@ static kvprim_status spoil(struct input *in, kvprim_slots_desc *d)
 
 /* The good descriptor's memory. */
 struct arrays {
-    void *pages, *first, *second, *slot, *before;
+    void *pages, *page_starts, *first, *second, *slot, *before;
     uint32_t *rejected;
     size_t slot_bytes;
 };
@@ -137,7 +140,11 @@ static kvprim_slots_desc take_desc(struct input *in, struct arrays *a)
     d.pages = a->pages, d.slot = a->slot, d.rejected = chance(in, 4) ? NULL : a->rejected;
     *(form ? &d.cu_seqlens : &d.request) = a->first;
     *(form ? &d.starts : &d.position) = a->second;
-    if (d.requests == 1 && chance(in, 4))
+    a->page_starts = new_array(d.pages_type, d.requests + 1);
+    if (types & 8) {
+        take_counts(in, a->page_starts, d.pages_type, d.requests);
+        d.page_starts = a->page_starts, d.max_pages = numbers, d.pages_stride = 0;
+    } else if (d.requests == 1 && chance(in, 4))
         d.pages_stride = INT64_MAX; /* nothing takes it */
     return d;
 }
@@ -173,6 +180,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     else
         require(memcmp(a.slot, a.before, a.slot_bytes) == 0 && *a.rejected == before, "wrote in spite of an error");
     count_reach(reaches, size, status == KVPRIM_OK ? (uint64_t)d.count : 0);
-    free(a.pages), free(a.first), free(a.second), free(a.slot), free(a.before), free(a.rejected);
+    free(a.pages), free(a.page_starts), free(a.first), free(a.second), free(a.slot), free(a.before), free(a.rejected);
     return 0;
 }

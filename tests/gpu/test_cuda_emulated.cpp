@@ -975,6 +975,10 @@ static void test_slots_kernels()
     CHECK(ran(kvpc_slots_kernel<true, int32_t, uint32_t>) && ran(kvpc_slots_kernel<false, int32_t, uint32_t>));
     CHECK(ran(kvpc_slots_kernel<true, int64_t, uint32_t>) && ran(kvpc_slots_kernel<false, int64_t, uint32_t>));
     CHECK(ran(kvpc_slots_kernel<true, int64_t, uint64_t>) && ran(kvpc_slots_kernel<false, int64_t, uint64_t>));
+    CHECK(ran(kvpc_slots_kernel<true, int64_t, uint64_t, true>));
+    CHECK(ran(kvpc_slots_kernel<false, int64_t, uint64_t, true>));
+    CHECK(ran(kvpc_slots_kernel<true, int32_t, uint32_t, true>));
+    CHECK(ran(kvpc_slots_kernel<false, int32_t, uint32_t, true>));
 }
 
 static void test_slots_round_trips()

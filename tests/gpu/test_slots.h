@@ -8,7 +8,7 @@
 
 static kvprim_slots_desc on_device(const arena *a, kvprim_slots_desc d)
 {
-    for (const void **const array : {&d.pages, &d.request, &d.position, &d.cu_seqlens, &d.starts})
+    for (const void **const array : {&d.pages, &d.page_starts, &d.request, &d.position, &d.cu_seqlens, &d.starts})
         *array = on_device(a, *array);
     d.slot = on_device(a, d.slot);
     d.rejected = on_device(a, d.rejected);
@@ -31,6 +31,9 @@ static bool visit_array(arena *a, const void *array, kvprim_index_type type, int
 static bool visit_pages(arena *a, const kvprim_slots_desc *d)
 {
     const int64_t size = d->pages_type == KVPRIM_I64 ? 8 : 4, room = int64_t(a->used);
+    if (d->page_starts)
+        return visit_array(a, d->pages, d->pages_type, d->max_pages) &&
+               visit_array(a, d->page_starts, d->pages_type, d->requests + 1);
     if (d->requests > 1 && (d->requests > room || d->pages_stride > room / d->requests))
         return false;
     for (int64_t r = 0; r < d->requests; r++)
@@ -78,7 +81,7 @@ enum { by_pairs, by_lengths, by_lengths_and_starts, n_slots_forms };
 
 struct slots_case {
     int form;
-    unsigned types; /* bits: of pages, tokens and slots */
+    unsigned types; /* bits: of pages, tokens and slots; whether with page_starts */
     int64_t requests, max_pages, pad, page_rows, rows, count;
     bool plain; /* no padding, and nothing outside */
 };
@@ -113,12 +116,24 @@ static void fill_lengths(const kvprim_slots_desc *d, const slots_case *c)
     }
 }
 
+/* Most are those of requests with up to max_pages pages each. */
+static void fill_page_starts(const kvprim_slots_desc *d, const slots_case *c)
+{
+    int64_t at = 0;
+    for (int64_t r = 0; d->page_starts && r <= c->requests; r++) {
+        set_index(const_cast<void *>(d->page_starts), d->pages_type, r,
+                  c->plain || !chance(12) ? at : some_number(c, d->pages_type, d->max_pages));
+        at += c->plain ? c->max_pages : random_below(uint64_t(c->max_pages) + 1);
+    }
+}
+
 static void fill_slots(const kvprim_slots_desc *d, const slots_case *c)
 {
     const int64_t positions = c->max_pages * c->page_rows, pages = c->rows / c->page_rows;
     void *const arrays[] = {const_cast<void *>(d->pages), const_cast<void *>(d->request),
                             const_cast<void *>(d->position), const_cast<void *>(d->starts)};
     const int64_t step = c->max_pages + c->pad;
+    fill_page_starts(d, c);
     for (int64_t n = 0; n < c->requests * step - c->pad; n++)
         set_index(arrays[0], d->pages_type, n,
                   n % step < c->max_pages ? some_number(c, d->pages_type, pages ? pages : 1) : 0);
@@ -137,8 +152,12 @@ static kvprim_slots_desc make_slots(arena *a, const slots_case *c)
     kvprim_slots_desc d = {};
     d.pages_type = type_of(c->types), d.token_type = type_of(c->types >> 1), d.slot_type = type_of(c->types >> 2);
     d.requests = c->requests, d.max_pages = c->max_pages, d.page_rows = c->page_rows, d.rows = c->rows;
-    d.pages_stride = c->pad ? c->max_pages + c->pad : 0;
+    d.pages_stride = c->pad && c->types < 8 ? c->max_pages + c->pad : 0;
     d.count = c->count;
+    if (c->types >= 8) {
+        d.max_pages *= c->requests;
+        d.page_starts = reserve_array(a, d.pages_type, c->requests + 1);
+    }
     d.pages = reserve_array(a, d.pages_type, c->requests * (c->max_pages + c->pad) - c->pad);
     if (c->form == by_pairs) {
         d.request = reserve_array(a, d.token_type, c->count);
@@ -186,9 +205,9 @@ static void slots_matrix(arena *a)
                  {9, 5, 1000003, int64_t(1) << 40}};
     for (const auto &s : sizes)
         for (int form = 0; form < n_slots_forms; form++)
-            for (unsigned types = 0; types < 8; types++) {
+            for (unsigned types = 0; types < 16; types++) {
                 slots_case c = {form, types, s.requests, s.max_pages, 0, s.page_rows, s.rows, 0, false};
-                if (s.rows > int64_t(1) << 31 && types < 4)
+                if (s.rows > int64_t(1) << 31 && !(types & 4))
                     continue;
                 for (const int64_t count : {1, 2, 33, 500}) {
                     c.count = count, c.pad = random_below(4), c.plain = chance(5);
@@ -206,7 +225,7 @@ static void slots_counts(arena *a)
                  {1, 100000}, {64, 100000}, {500, 500}, {8192, 8192}, {1000, 4000}, {37, 296}};
     for (const auto &s : sizes)
         for (int form = 0; form < n_slots_forms; form++)
-            for (unsigned types = 0; types < 4; types++) {
+            for (unsigned types = 0; types < 8; types++) {
                 const slots_case c = {form, types * 2, s.requests, 5, 0, 16, 1000, s.count, chance(3)};
                 one_slots(a, &c);
             }
@@ -226,7 +245,7 @@ static void small_slots(arena *a)
 {
     for (int form = 0; form < n_slots_forms; form++)
         for (const int64_t count : {1, 32, 513, 20000}) {
-            const slots_case c = {form, unsigned(below(8)), 1 + random_below(60), 7, 1, 16, 500, count, false};
+            const slots_case c = {form, unsigned(below(16)), 1 + random_below(60), 7, 1, 16, 500, count, false};
             one_slots(a, &c);
         }
 }
@@ -251,11 +270,12 @@ static void slots_limits(arena *a)
                  {most - 2, 2, most / 3, most, most >> 4},
                  {1, -5, 1, most, 0}};
     for (const auto &k : cases)
-        for (int form = 0; form < n_slots_forms; form++) {
+        for (int f = 0; f < 2 * n_slots_forms; f++) {
+            const int form = f % n_slots_forms;
             empty(a);
-            const slots_case c = {form, 7, 1, 4, 0, 1, 6, 8, true};
+            const slots_case c = {form, f == form ? 7u : 15u, 1, 4, 0, 1, 6, 8, true};
             kvprim_slots_desc d = make_slots(a, &c);
-            d.page_rows = k.page_rows, d.rows = k.rows, d.pages_stride = k.stride;
+            d.page_rows = k.page_rows, d.rows = k.rows, d.pages_stride = f == form ? k.stride : 0;
             for (int64_t i = 0; d.position && i < d.count; i++)
                 set_index(const_cast<void *>(d.position), d.token_type, i, i % 2 ? k.start : k.first + i);
             for (int64_t n = 0; n < 4; n++)
@@ -276,8 +296,11 @@ static void slots_unordered(arena *a)
 {
     for (int round = 0; round < 60; round++) {
         empty(a);
-        const slots_case c = {1 + round % 2, unsigned(below(8)), 1 + random_below(400), 3, 0, 16, 1000, 300, true};
+        const slots_case c = {1 + round % 2, unsigned(below(16)), 1 + random_below(400), 3, 0, 16, 1000, 300, true};
         kvprim_slots_desc d = make_slots(a, &c);
+        for (int64_t r = 0; d.page_starts && r <= d.requests; r++)
+            set_index(const_cast<void *>(d.page_starts), d.pages_type, r,
+                      round % 2 ? wild(d.pages_type) : random_below(uint64_t(d.max_pages) + 2));
         for (int64_t r = 0; r <= d.requests; r++)
             set_index(const_cast<void *>(d.cu_seqlens), d.token_type, r,
                       round % 3 == 0   ? wild(d.token_type)
@@ -285,7 +308,8 @@ static void slots_unordered(arena *a)
                                        : random_below(300));
         memcpy(a->got, a->expected, a->used);
         start_visit(a);
-        CHECK(visit_slots(a, &(d.pages_stride = d.max_pages, d)));
+        d.pages_stride = d.page_starts ? 0 : d.max_pages;
+        CHECK(visit_slots(a, &d));
         before(a);
         for (const std::pair<size_t, size_t> &bytes : a->allowed)
             allow(a, bytes.first, bytes.second);
@@ -317,7 +341,7 @@ static outcome random_slots(arena *a, unsigned round)
     empty(a);
     const int64_t page_rows = chance(20) ? int64_t(1) << below(40) : 1 + random_below(70);
     const slots_case c = {int(below(n_slots_forms)),
-                          unsigned(below(8)),
+                          unsigned(below(16)),
                           1 + random_below(chance(3) ? 600 : 20),
                           1 + random_below(30),
                           chance(3) ? random_below(9) : 0,

@@ -190,6 +190,7 @@ one_gpu_tests()
 run_tests()
 {
     [ "$gpus" -eq 1 ] || build examples/06_allreduce.c &
+    [ "$gpus" -eq 1 ] || build examples/20_ring_unpack.cu &
     [ "$gpus" -eq 1 ] || build_handover &
     build_implementation || code=1
     build examples/17_all_reduce_norm.cu -DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_NCCL_IMPLEMENTED -DKVPRIM_NCCL_LAYOUT \
@@ -207,6 +208,7 @@ run_tests()
         run 1 build/test_nccl_faults processes $quick on
         return $code
     fi
+    run 2 build/20_ring_unpack
     for world in $worlds; do
         run "$world" build/06_allreduce
         run "$world" build/17_all_reduce_norm

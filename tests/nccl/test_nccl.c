@@ -3,8 +3,14 @@
    more.
 
        cc -std=c11 -I. -I$CUDA_HOME/include tests/nccl/test_nccl.c -L$CUDA_HOME/lib64 -lcudart -lnccl -lm && ./a.out */
+#ifdef __CUDACC__ /* a test looks at launches; programs that link with this object make them */
+#include <cuda_runtime.h>
+static cudaError_t launch(const cudaLaunchConfig_t *config, const void *kernel, void **args);
+#define cudaLaunchKernelExC launch
+#endif
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_nccl.h"
+#undef cudaLaunchKernelExC
 #include "../harness.h"
 #include "norm_cases.h"
 
@@ -752,6 +758,104 @@ static kvpn_way choose_parts(const kvprim_comm *comm, size_t bytes, size_t own)
     return way;
 }
 
+/* The last launch, which is not made while looks is set. */
+static bool looks;
+static const void *launched;
+static kvpn_params launched_with;
+
+static cudaError_t launch(const cudaLaunchConfig_t *config, const void *kernel, void **args)
+{
+    if (!looks)
+        return cudaLaunchKernelExC(config, kernel, args);
+    launched = kernel;
+    memcpy(&launched_with, args[0], sizeof launched_with);
+    return cudaSuccess;
+}
+
+template <template <class, int> class Way, int ranks> static const void *sum_kernel(kvprim_dtype dtype)
+{
+    return dtype == KVPRIM_F32    ? (const void *)kvpn_kernel<Way, kvpn_f32, ranks>
+           : dtype == KVPRIM_BF16 ? (const void *)kvpn_kernel<Way, kvpn_bf16, ranks>
+                                  : (const void *)kvpn_kernel<Way, kvpn_f16, ranks>;
+}
+
+/* The kernel of a reduction that is not a pipeline, of tensors that are not aligned. */
+template <int ranks> static const void *odd_kernel(kvpn_way)
+{
+    return (const void *)kvpn_kernel<kvpn_two_shot, kvpn_any<false>, ranks>;
+}
+template <> const void *odd_kernel<8>(kvpn_way way)
+{
+    return way == kvpn_by_one_shot   ? (const void *)kvpn_kernel<kvpn_one_shot, kvpn_any<false>, 8>
+           : way == kvpn_by_two_shot ? (const void *)kvpn_kernel<kvpn_two_shot, kvpn_any<false>, 8>
+                                     : (const void *)kvpn_kernel<kvpn_scatter, kvpn_any<false>, 8>;
+}
+
+/* The same of any tensors. own: one for this type's sums. */
+template <int ranks> static const void *reduction_kernel(kvpn_way way, kvprim_dtype dtype, bool own, bool whole)
+{
+    return !whole                    ? odd_kernel<ranks>(way)
+           : !own                    ? (const void *)kvpn_kernel<kvpn_two_shot, kvpn_any<true>, ranks>
+           : way == kvpn_by_one_shot ? sum_kernel<kvpn_one_shot, ranks>(dtype)
+           : way == kvpn_by_two_shot ? sum_kernel<kvpn_two_shot, ranks>(dtype)
+                                     : sum_kernel<kvpn_scatter, ranks>(dtype);
+}
+
+static const void *kernel_for(kvpn_way way, int world, kvprim_dtype dtype, bool own, bool whole)
+{
+    if (way == kvpn_by_pipeline)
+        return !whole ? (const void *)kvpn_kernel<kvpn_pipeline, kvpn_any<false>, 2>
+               : !own ? (const void *)kvpn_kernel<kvpn_pipeline, kvpn_any<true>, 2>
+                      : sum_kernel<kvpn_pipeline, 2>(dtype);
+    return world == 2   ? reduction_kernel<2>(way, dtype, own, whole)
+           : world <= 4 ? reduction_kernel<4>(way, dtype, own, whole)
+                        : reduction_kernel<8>(way, dtype, own, whole);
+}
+
+/* Which kernel each reduction launches, and what its parameters say. */
+static void test_launched_reductions(void)
+{
+    static const struct {
+        kvprim_dtype dtype;
+        uint32_t bit, signs;
+    } types[] = {{KVPRIM_F32, kvpn_is_f32, 0x80000000u},
+                 {KVPRIM_BF16, kvpn_is_bf16, 0x80008000u},
+                 {KVPRIM_F16, kvpn_is_f16, 0x80008000u},
+                 {KVPRIM_F8E4M3, kvpn_is_e4m3, 0x80808080u},
+                 {KVPRIM_F8E5M2, kvpn_is_e5m2, 0x80808080u}};
+    static const uint32_t ops[][2] = {{KVPRIM_SUM, kvpn_sums},
+                                      {KVPRIM_MAX, kvpn_takes_largest},
+                                      {KVPRIM_MIN, kvpn_takes_least},
+                                      {KVPRIM_AVG, kvpn_averages}};
+    alignas(16) static char memory[16];
+    looks = true;
+    for (int k = 0; k < 7 * 5 * 5 * 4 * 2; k++) {
+        const int world = 2 + k % 7, odd = k / 700, way_or_scatters = k / 7 % 5;
+        const kvpn_way ways[] = {kvpn_by_one_shot, kvpn_by_two_shot, kvpn_by_scatter, kvpn_by_pipeline,
+                                 kvpn_by_pipeline};
+        const kvpn_way way = ways[way_or_scatters];
+        const bool scatters = way_or_scatters == 2 || way_or_scatters == 4;
+        const auto &type = types[k / 35 % 5];
+        const uint32_t *const op = ops[k / 175 % 4];
+        kvprim_comm comm;
+        if (way == kvpn_by_pipeline && world > 2)
+            continue;
+        open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
+        kvpn_call c = kvpn_make_call(scatters ? kvpn_reduce_scatter : kvpn_all_reduce, "", &comm, memory, memory,
+                                     (size_t)(64 + odd), type.dtype, (int)op[0], NULL);
+        c.element = kvpn_type_of(type.dtype).bytes;
+        const kvpn_params &p = launched_with;
+        const uint32_t bytes = (uint32_t)(c.count * c.element), packs = (bytes + 15) / 16, n = (uint32_t)world;
+        CHECK(kvpn_launch_reduction(&c, way) == KVPRIM_OK);
+        CHECK(launched == kernel_for(way, world, type.dtype, c.element > 1 && op[0] == KVPRIM_SUM, !odd));
+        CHECK(p.what == (op[1] | type.bit | (way == kvpn_by_two_shot ? kvpn_shares : 0)) && p.signs == type.signs);
+        CHECK(p.per_rank == 1.0 / world && p.pitch == (scatters ? bytes : 0));
+        CHECK(p.count == bytes && p.packs == packs);
+        CHECK(p.slice_packs == (way == kvpn_by_two_shot ? (packs + n - 1) / n : packs));
+    }
+    looks = false;
+}
+
 /* Of an all_gather of so many bytes from each rank. */
 static kvpn_way choose_gather(const kvprim_comm *comm, size_t bytes)
 {
@@ -853,6 +957,11 @@ static void test_choices(void)
 {
     test_grids();
 }
+
+static void test_launched_reductions(void)
+{
+    test_grids();
+}
 #endif
 
 /* Weak, because programs that run on GPUs link with this object, for the implementation, and have a main of their own.
@@ -881,5 +990,6 @@ __attribute__((weak)) int main(void)
     run("nccl: parts of a norm", test_norm_parts);
     run("nccl: which way a norm takes", test_norm_ways);
     run("nccl: which way a call takes", test_choices);
+    run("nccl: which kernel a reduction launches", test_launched_reductions);
     return finish();
 }

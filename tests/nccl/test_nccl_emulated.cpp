@@ -252,7 +252,7 @@ template <class T, int max_ranks> static void run_reduction(const kvpn_params &p
         if (is_pipeline(c.what))
             return run_kernel<kvpn_pipeline<T, 2>>(p, c);
     }
-    if (c.what == two_shot || kvpn_reduction<T, max_ranks>::any)
+    if (c.what == two_shot || kvpn_reduction<T, max_ranks>::is_any)
         run_kernel<kvpn_two_shot<T, max_ranks>>(p, c);
     else if (c.what == one_shot)
         run_kernel<kvpn_one_shot<T, max_ranks>>(p, c);
@@ -370,7 +370,7 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
               : c.type == KVPRIM_F8E4M3 ? kvpn_is_e4m3
                                         : kvpn_is_e5m2;
     p.what |= c.what == two_shot ? kvpn_shares : 0;
-    p.share = 1.0 / j.world;
+    p.per_rank = 1.0 / j.world;
     p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs;

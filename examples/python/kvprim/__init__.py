@@ -47,7 +47,9 @@ unless told otherwise. Safe with K and V in one tensor:
       scale caches inside their cache need this
     - calls outside of compiled graphs: these take views of one tensor as they are
 
-Without torch, but with TVM-FFI, the operators that write to given tensors take those of TVM-FFI.
+kvprim.Communicator has collectives across GPUs: kvprim/collectives.py, which is loaded with NCCL when it is first used.
+
+Without torch, but with TVM-FFI, the operators that write to given tensors, and prefix, take those of TVM-FFI.
 
 The package builds with `pip install examples/python` or `make wheel`, which build_backend.py describes.
 """
@@ -84,7 +86,20 @@ transfer(Tensor(a!)[] dst, Tensor[] src, Tensor? dst_index=None, Tensor? src_ind
 copy(Tensor(a!)[] dst, Tensor[] src)
 unpack(Tensor(a!) dst, Tensor src, Tensor fragments)
 slots(Tensor(a!) slot, Tensor pages, int page_rows, int rows, *, Tensor? request=None, Tensor? position=None,
-    Tensor? cu_seqlens=None, Tensor? starts=None, Tensor(b!)? rejected=None, bool pdl=False)
+    Tensor? cu_seqlens=None, Tensor? starts=None, Tensor? page_starts=None, Tensor(b!)? rejected=None,
+    bool pdl=False)
+all_reduce(int comm, Tensor(a!) recv, Tensor? send=None, str op="sum", *, Tensor(z!) order)
+reduce_scatter(int comm, Tensor(a!) recv, Tensor send, str op="sum", *, Tensor(z!) order)
+all_gather(int comm, Tensor(a!) recv, Tensor send, *, Tensor(z!) order)
+all_gatherv(int comm, Tensor(a!) recv, Tensor send, int[] counts, *, Tensor(z!) order)
+all_to_all(int comm, Tensor(a!) recv, Tensor send, *, Tensor(z!) order)
+all_to_allv(int comm, Tensor(a!) recv, Tensor send, int[] counts, *, Tensor(z!) order)
+broadcast(int comm, Tensor(a!) tensor, int root, *, Tensor(z!) order)
+send(int comm, Tensor tensor, int peer, *, Tensor(z!) order)
+recv(int comm, Tensor(a!) tensor, int peer, *, Tensor(z!) order)
+all_reduce_norm(int comm, Tensor(a!)? out, Tensor send, Tensor weight, *, Tensor? residual=None,
+    Tensor(b!)? residual_out=None, Tensor(c!)? sum=None, Tensor(d!)? quantised=None, Tensor(e!)? scale=None,
+    float eps=1e-6, bool scale_per_token=False, float scale_min=0.0, bool weight_plus_one=False, Tensor(z!) order)
 """
 _WHOLE_FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_sglang": 576, "fp8_ds_mla_v4": 512, "fp8_indexer": 128,
                   "fp8_indexer_ue8m0": 128}  # elements of a row
@@ -182,15 +197,16 @@ def unpack(dst, src, fragments):
         ops.unpack(dst, src, fragments)
 
 
-def slots(slot, pages, page_rows, rows, *, request=None, position=None, cu_seqlens=None, starts=None, rejected=None,
-          pdl=False):
+def slots(slot, pages, page_rows, rows, *, request=None, position=None, cu_seqlens=None, starts=None,
+          page_starts=None, rejected=None, pdl=False):
     """slot = pages[request][position / page_rows] * page_rows + position % page_rows; -1 if there is none. Tokens are
     (request[i], position[i]), or those that cu_seqlens[r] .. cu_seqlens[r + 1] say, from position starts[r] (0) on.
-    `rows`: of the cache."""
-    if _compiling() or not _eager.slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts, rejected,
-                                        pdl):
+    pages is [requests, pages], or with page_starts [pages], those of request r at page_starts[r] .. page_starts[r + 1]:
+    FlashInfer's kv_indices and kv_indptr, of one dtype. `rows`: of the cache."""
+    if _compiling() or not _eager.slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts,
+                                        page_starts, rejected, pdl):
         ops.slots(slot, pages, page_rows, rows, request=request, position=position, cu_seqlens=cu_seqlens,
-                  starts=starts, rejected=rejected, pdl=pdl)
+                  starts=starts, page_starts=page_starts, rejected=rejected, pdl=pdl)
 
 
 def slots_new(pages, count, page_rows, rows, **options):
@@ -211,12 +227,14 @@ def _on(device, call, *arguments):
 
 
 def transfer_addresses(dst_layers, src_layers, dst_index, src_index, row_bytes, *, dst_stride=0, src_stride=0,
-                       dst_rows=1 << 31, src_rows=1 << 31, max_sms=0, rejected=None):
+                       dst_rows=1 << 31, src_rows=1 << 31, dst_page_rows=0, dst_page_stride=0, dst_heads=0,
+                       dst_head_stride=0, max_sms=0, rejected=None):
     """transfer() for layers that are known by pointers alone: tensors of uint64 or int64, on the device that runs the
-    call. Strides are bytes from row to row (0: packed). An index past the rows, as far as they are given, is skipped;
-    nothing else is checked."""
+    call. Strides are bytes from row to row (0: packed), and dst may have pages and heads, as a kvprim_table has. An
+    index past the rows, as far as they are given, is skipped; nothing else is checked."""
     _on(dst_layers.device, _eager.transfer_addresses, dst_layers, src_layers, dst_index, src_index, row_bytes,
-        dst_stride, src_stride, dst_rows, src_rows, max_sms, rejected)
+        dst_stride, src_stride, dst_rows, src_rows, dst_page_rows, dst_page_stride, dst_heads, dst_head_stride, max_sms,
+        rejected)
 
 
 def copy_addresses(items, device="cuda"):
@@ -248,6 +266,8 @@ def _integers(name, values):
 def prefix(a, b):
     """How many leading elements of a and b are equal: two tensors of the CPU, contiguous and of one dtype, int32 or
     int64; or two lists or arrays (of `array` or numpy)."""
+    if torch is None and _eager is not None and isinstance(a, tvm_ffi.Tensor) and isinstance(b, tvm_ffi.Tensor):
+        return _eager.prefix(a, b)
     if torch is not None and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         matched = _eager.prefix(a, b)
         return _eager.prefix(a.detach(), b.detach()) if matched is False else matched
@@ -328,6 +348,15 @@ def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, pa
     return made if packed else [bytes(made[i:i + width]) for i in range(0, len(made), width)]
 
 
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+def __getattr__(name):
+    if name in ("Communicator", "new_id"):
+        from . import collectives
+        return getattr(collectives, name)
+    raise AttributeError(f"module 'kvprim' has no attribute '{name}'")
+
+
 # ---- registration ---------------------------------------------------------------------------------------------------
 
 def _fake_of(operator):
@@ -372,7 +401,7 @@ class _Operators:
 try:
     import torch
 except ImportError:  # then without slots_new, gather_new and lists for tensors, and on TVM-FFI's tensors
-    torch = None
+    torch = _eager = None
     _compiling = bool
     try:
         import tvm_ffi

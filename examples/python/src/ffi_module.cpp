@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* The operators for TVM-FFI, which SGLang and mini-sglang load: tvm_ffi.load_module(kvprim.ffi_library()). Each takes
-   all of its arguments in the order of kvprim/__init__.py's schemas, and tensors of torch, or whatever TVM-FFI takes;
+   all of its arguments in the order of kvprim/__init__.py's schemas (prefix: a and b), and tensors of torch, or whatever TVM-FFI takes;
    the current GPU must be that of the tensors, and the caller keeps pinned tensors until the stream has done with them,
    because TVM-FFI lends tensors without their owners. */
 #include "operators.h"
@@ -64,6 +64,12 @@ class FfiArguments final : public Arguments
         return tensors;
     }
 
+    std::vector<int64_t> integers() override
+    {
+        const auto list = pop().cast<tvm::ffi::Array<int64_t>>();
+        return {list.begin(), list.end()};
+    }
+
     int64_t integer() override
     {
         return pop().cast<int64_t>();
@@ -95,20 +101,20 @@ class FfiArguments final : public Arguments
 };
 } // namespace
 
-#define EXPORT(operation)                                                                                              \
+#define EXPORT(operation, result_of)                                                                                   \
     extern "C" __attribute__((visibility("default"))) int __tvm_ffi_##operation(void *, const TVMFFIAny *arguments,    \
                                                                                 int32_t count, TVMFFIAny *result)      \
     {                                                                                                                  \
         TVM_FFI_SAFE_CALL_BEGIN();                                                                                     \
         FfiArguments ours(arguments, count);                                                                           \
-        operation(ours);                                                                                               \
-        *reinterpret_cast<tvm::ffi::Any *>(result) = true;                                                             \
+        *reinterpret_cast<tvm::ffi::Any *>(result) = (result_of);                                                      \
         TVM_FFI_SAFE_CALL_END();                                                                                       \
     }
 
-EXPORT(gather)
-EXPORT(store)
-EXPORT(transfer)
-EXPORT(copy)
-EXPORT(unpack)
-EXPORT(slots)
+EXPORT(gather, (gather(ours), true))
+EXPORT(store, (store(ours), true))
+EXPORT(transfer, (transfer(ours), true))
+EXPORT(copy, (copy(ours), true))
+EXPORT(unpack, (unpack(ours), true))
+EXPORT(slots, (slots(ours), true))
+EXPORT(prefix, static_cast<int64_t>(prefix(ours)))

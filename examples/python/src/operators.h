@@ -275,6 +275,7 @@ struct Arguments {
     virtual bool skip_none() = 0; // whether an optional argument is None, which is then read
     virtual Tensor tensor() = 0;
     virtual std::vector<Tensor> tensors() = 0;
+    virtual std::vector<int64_t> integers() = 0;
     virtual int64_t integer() = 0; // or a bool
     virtual double number() = 0;
     virtual Text text() = 0; // valid as long as the arguments
@@ -1079,25 +1080,37 @@ const void *tokens_of(const Call &call, const char *name, const MaybeTensor &ten
     return tokens.data;
 }
 
+/* The page numbers of each request: a row of [requests, pages], or those of [pages] that page_starts says. */
+void set_pages(kvprim_slots_desc &desc, const Call &call, const Tensor &pages, const MaybeTensor &page_starts)
+{
+    const int64_t dims = page_starts ? 1 : 2;
+    EXPECT(pages.dtype == INT32 || pages.dtype == INT64, "pages is ", pages.dtype, ", not int32 or int64");
+    EXPECT(pages.dims == dims && (pages.size[dims - 1] <= 1 || pages.stride[dims - 1] == 1) &&
+               (pages.size[0] <= 1 || pages.stride[0] > 0),
+           "pages has shape ", sizes_of(pages), " and strides ", strides_of(pages),
+           page_starts ? ", not [pages], packed" : ", not [requests, pages] with packed rows");
+    desc.pages = pages.data, desc.pages_type = pages.dtype == INT32 ? KVPRIM_I32 : KVPRIM_I64;
+    desc.requests = pages.size[0], desc.max_pages = pages.size[dims - 1];
+    desc.pages_stride = dims == 2 && pages.size[0] > 1 ? pages.stride[0] : 0;
+    if (page_starts) {
+        kvprim_index_type type = desc.pages_type;
+        desc.requests = page_starts->numel - 1;
+        desc.page_starts = tokens_of(call, "page_starts", page_starts, page_starts->numel, type);
+    }
+}
+
 void slots(Arguments &a)
 {
     const Tensor slot = a.tensor(), pages = a.tensor();
     kvprim_slots_desc desc = {};
     desc.page_rows = a.integer(), desc.rows = a.integer();
     const MaybeTensor request = a.maybe_tensor(), position = a.maybe_tensor(), cu_seqlens = a.maybe_tensor();
-    const MaybeTensor starts = a.maybe_tensor(), rejected = a.maybe_tensor();
+    const MaybeTensor starts = a.maybe_tensor(), page_starts = a.maybe_tensor(), rejected = a.maybe_tensor();
     Call call(a, slot.device, a.boolean());
     call.takes("pages", pages);
     const Index to = index_of("slot", slot);
     EXPECT(to.stride == 1, "slot has stride ", to.stride, ", not 1");
-    EXPECT(pages.dims == 2 && (pages.size[1] <= 1 || pages.stride[1] == 1) &&
-               (pages.size[0] <= 1 || pages.stride[0] > 0),
-           "pages has shape ", sizes_of(pages), " and strides ", strides_of(pages),
-           ", not [requests, pages] with packed rows");
-    EXPECT(pages.dtype == INT32 || pages.dtype == INT64, "pages is ", pages.dtype, ", not int32 or int64");
-    desc.pages = pages.data, desc.pages_type = pages.dtype == INT32 ? KVPRIM_I32 : KVPRIM_I64;
-    desc.requests = pages.size[0], desc.max_pages = pages.size[1];
-    desc.pages_stride = pages.size[0] > 1 ? pages.stride[0] : 0;
+    set_pages(desc, call, pages, page_starts);
     kvprim_index_type type = {};
     desc.request = tokens_of(call, "request", request, to.count, type);
     desc.position = tokens_of(call, "position", position, to.count, type);
@@ -1107,5 +1120,26 @@ void slots(Arguments &a)
     desc.slot = slot.data, desc.slot_type = to.type, desc.count = to.count;
     desc.rejected = call.counter(rejected);
     call.run(kvprim_slots, kvprim_cuda_slots, desc);
+}
+
+/* ---- prefix ---- */
+
+/* How many leading elements of two tensors of the CPU are equal. */
+size_t prefix(Arguments &arguments)
+{
+    const Tensor a = arguments.tensor(), b = arguments.tensor();
+    for (const auto &[name, one] : {std::pair("a", &a), {"b", &b}}) {
+        const Index index = index_of(name, *one);
+        EXPECT(one->device == CPU, name, " is on ", device_name(one->device), ", not on cpu");
+        EXPECT(index.stride == 1, name, " has stride ", index.stride, ", not 1; make it contiguous");
+    }
+    EXPECT(a.dtype == b.dtype, "a is ", a.dtype, ", but b ", b.dtype);
+    const auto compare = [&](auto function, auto type) {
+        return function(static_cast<decltype(type)>(a.data), static_cast<size_t>(a.numel),
+                        static_cast<decltype(type)>(b.data), static_cast<size_t>(b.numel));
+    };
+    const int32_t *const narrow = nullptr;
+    const int64_t *const wide = nullptr;
+    return a.dtype == INT32 ? compare(kvprim_prefix_i32, narrow) : compare(kvprim_prefix_i64, wide);
 }
 } // namespace

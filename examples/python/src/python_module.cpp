@@ -7,7 +7,7 @@
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 
-#include "operators.h"
+#include "collectives.h"
 
 namespace
 {
@@ -97,24 +97,45 @@ class PythonArguments final : public Arguments
         return tensor;
     }
 
-    std::vector<Tensor> tensors() override
+    /* Calls take(i, object) with each of a list or a tuple, after reserve(how many). */
+    template <class Reserve, class Take> void each(Reserve reserve, Take take)
     {
         PyObject *const list = pop();
         PyObject *(*const item)(PyObject *, Py_ssize_t) = PyList_Check(list) ? PyList_GetItem : PyTuple_GetItem;
         if (item == PyTuple_GetItem && !PyTuple_Check(list))
             throw UseDispatcher();
-        std::vector<Tensor> tensors(static_cast<size_t>(PySequence_Size(list)));
-        for (size_t i = 0; i < tensors.size(); i++)
-            describe(tensors[i], item(list, static_cast<Py_ssize_t>(i)));
+        const Py_ssize_t count = PySequence_Size(list);
+        reserve(static_cast<size_t>(count));
+        for (Py_ssize_t i = 0; i < count; i++)
+            take(static_cast<size_t>(i), item(list, i));
+    }
+
+    static int64_t integer_of(PyObject *object)
+    {
+        const int64_t number = PyLong_AsLongLong(object);
+        if (number == -1 && PyErr_Occurred())
+            throw PythonError();
+        return number;
+    }
+
+    std::vector<Tensor> tensors() override
+    {
+        std::vector<Tensor> tensors;
+        each([&](size_t n) { tensors.resize(n); }, [&](size_t i, PyObject *object) { describe(tensors[i], object); });
         return tensors;
+    }
+
+    std::vector<int64_t> integers() override
+    {
+        std::vector<int64_t> numbers;
+        each([&](size_t n) { numbers.resize(n); },
+             [&](size_t i, PyObject *object) { numbers[i] = integer_of(object); });
+        return numbers;
     }
 
     int64_t integer() override
     {
-        const int64_t number = PyLong_AsLongLong(pop());
-        if (number == -1 && PyErr_Occurred())
-            throw PythonError();
-        return number;
+        return integer_of(pop());
     }
 
     double number() override
@@ -174,6 +195,9 @@ void transfer_addresses(Arguments &a)
     desc.row_bytes = a.integer();
     desc.dst.stride = a.integer(), desc.src.stride = a.integer();
     desc.dst.rows = a.integer(), desc.src.rows = a.integer();
+    desc.dst.page_rows = a.integer(), desc.dst.page_stride = a.integer();
+    desc.dst.heads = static_cast<int32_t>(std::clamp<int64_t>(a.integer(), -1, INT32_MAX));
+    desc.dst.head_stride = a.integer();
     Call call(a, dst.device, false, a.integer());
     desc.dst_device_layers = pointers_of(call, "dst_layers", dst);
     desc.src_device_layers = pointers_of(call, "src_layers", src);
@@ -222,26 +246,9 @@ template <void (*call)(Arguments &)> PyObject *eager(PyObject *, PyObject *const
     });
 }
 
-/* How many leading elements of two tensors of the CPU are equal. */
-PyObject *prefix(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+PyObject *count_prefix(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    return guarded(arguments, count, [](Arguments &ours) {
-        const Tensor a = ours.tensor(), b = ours.tensor();
-        for (const auto &[name, one] : {std::pair("a", &a), {"b", &b}}) {
-            const Index index = index_of(name, *one);
-            EXPECT(one->device == CPU, name, " is on ", device_name(one->device), ", not on cpu");
-            EXPECT(index.stride == 1, name, " has stride ", index.stride, ", not 1; make it contiguous");
-        }
-        EXPECT(a.dtype == b.dtype, "a is ", a.dtype, ", but b ", b.dtype);
-        const auto compare = [&](auto function, auto type) {
-            return function(static_cast<decltype(type)>(a.data), static_cast<size_t>(a.numel),
-                            static_cast<decltype(type)>(b.data), static_cast<size_t>(b.numel));
-        };
-        const int32_t *const narrow = nullptr;
-        const int64_t *const wide = nullptr;
-        return PyLong_FromSize_t(a.dtype == INT32 ? compare(kvprim_prefix_i32, narrow)
-                                                  : compare(kvprim_prefix_i64, wide));
-    });
+    return guarded(arguments, count, [](Arguments &ours) { return PyLong_FromSize_t(prefix(ours)); });
 }
 
 /* setup(torch.Tensor, torch.nn.Parameter, a function that counts torch's dispatch modes) */
@@ -285,9 +292,19 @@ PyMethodDef methods[] = {
     method<copy>("copy"),
     method<unpack>("unpack"),
     method<slots>("slots"),
+    method<all_reduce>("all_reduce"),
+    method<reduce_scatter>("reduce_scatter"),
+    method<all_gather>("all_gather"),
+    method<all_gatherv>("all_gatherv"),
+    method<all_to_all>("all_to_all"),
+    method<all_to_allv>("all_to_allv"),
+    method<broadcast>("broadcast"),
+    method<send>("send"),
+    method<recv>("recv"),
+    method<all_reduce_norm>("all_reduce_norm"),
     method<transfer_addresses>("transfer_addresses"),
     method<copy_addresses>("copy_addresses"),
-    {"prefix", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&prefix)), METH_FASTCALL, nullptr},
+    {"prefix", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&count_prefix)), METH_FASTCALL, nullptr},
     {"setup", setup, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -2,7 +2,7 @@
 /* The operators for torch's dispatcher, which torch.compile's graphs call: by torch's stable ABI, so that this library
    serves torch 2.10 and every newer one. It uses the C functions below that ABI's C++ classes, which cost a
    reference-counted object for each tensor. kvprim/__init__.py defines the operators. */
-#include "operators.h"
+#include "collectives.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -117,19 +117,32 @@ class TorchArguments final : public Arguments
         return tensor_of(*next++);
     }
 
-    std::vector<Tensor> tensors() override
+    /* Calls take(value) with each of a list. */
+    template <class Take> void each(Take take)
     {
         const auto list = torch::stable::detail::to<StableListHandle>(*next++);
         size_t count = 0;
         expect_torch(torch_list_size(list, &count), "a list");
-        std::vector<Tensor> tensors;
         for (size_t i = 0; i < count; i++) {
             StableIValue value = 0;
-            expect_torch(torch_list_get_item(list, i, &value), "a tensor of a list");
-            tensors.push_back(tensor_of(value));
+            expect_torch(torch_list_get_item(list, i, &value), "an item of a list");
+            take(value);
         }
         torch_delete_list(list);
+    }
+
+    std::vector<Tensor> tensors() override
+    {
+        std::vector<Tensor> tensors;
+        each([&](StableIValue value) { tensors.push_back(tensor_of(value)); });
         return tensors;
+    }
+
+    std::vector<int64_t> integers() override
+    {
+        std::vector<int64_t> numbers;
+        each([&](StableIValue value) { numbers.push_back(torch::stable::detail::to<int64_t>(value)); });
+        return numbers;
     }
 
     int64_t integer() override
@@ -180,6 +193,14 @@ template <void (*call)(Arguments &)> void boxed(StableIValue *stack, uint64_t, u
     call(arguments);
 }
 
+/* A collective's last argument: a tensor that each of them says it writes, so that torch.compile keeps all of them, in
+   their order, as the other ranks need. */
+template <void (*call)(Arguments &)> void ordered(Arguments &arguments)
+{
+    call(arguments);
+    arguments.tensor();
+}
+
 /* A GPU's operators also take tensors of the CPU; if all lie there, torch picks those of the CPU. */
 void implement(torch::stable::detail::StableLibrary &m)
 {
@@ -189,6 +210,16 @@ void implement(torch::stable::detail::StableLibrary &m)
     m.impl("copy", &boxed<copy>);
     m.impl("unpack", &boxed<unpack>);
     m.impl("slots", &boxed<slots>);
+    m.impl("all_reduce", &boxed<ordered<all_reduce>>);
+    m.impl("reduce_scatter", &boxed<ordered<reduce_scatter>>);
+    m.impl("all_gather", &boxed<ordered<all_gather>>);
+    m.impl("all_gatherv", &boxed<ordered<all_gatherv>>);
+    m.impl("all_to_all", &boxed<ordered<all_to_all>>);
+    m.impl("all_to_allv", &boxed<ordered<all_to_allv>>);
+    m.impl("broadcast", &boxed<ordered<broadcast>>);
+    m.impl("send", &boxed<ordered<send>>);
+    m.impl("recv", &boxed<ordered<recv>>);
+    m.impl("all_reduce_norm", &boxed<ordered<all_reduce_norm>>);
 }
 } // namespace
 

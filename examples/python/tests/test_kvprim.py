@@ -495,6 +495,24 @@ def slots_of(device):
         ops.slots(slot, wide[:, :8], PAGE, SLOTS, request=request, position=position)
         assert torch.equal(slot, got.to(dtype)), "in place"
 
+    for dtype in (torch.int32, torch.int64):  # FlashInfer's kv_indices and kv_indptr: 3, 0, 7 and 8 pages of requests
+        starts = torch.tensor([0, 3, 3, 10, 18], device=device)
+        flat = torch.cat((pages.flatten()[:18], pages.flatten()[:5])).to(dtype)  # and some that nobody has
+        request, position = torch.randint(4, (200,), device=device), torch.randint(8 * PAGE, (200,), device=device)
+        has = position // PAGE < (starts[1:] - starts[:-1])[request]
+        page = flat[torch.where(has, starts[request] + position // PAGE, 0)]
+        expected = torch.where(has & (page >= 0), page * PAGE + position % PAGE, -1)
+        rejected, slot = counter(device), torch.zeros(200, dtype=dtype, device=device)
+        ops.slots(slot, flat, PAGE, SLOTS, request=request.to(dtype), position=position.to(dtype),
+                  page_starts=starts.to(dtype), rejected=rejected)
+        assert torch.equal(slot, expected.to(dtype)) and rejected.item() == (~has).sum().item(), (dtype, "page_starts")
+        got = ops.slots_new(flat, 40, PAGE, SLOTS, cu_seqlens=torch.tensor([0, 9, 9, 40, 40], device=device),
+                            page_starts=starts.to(dtype))
+        request = torch.repeat_interleave(torch.arange(4, device=device), torch.tensor([9, 0, 31, 0], device=device))
+        position = torch.arange(40, device=device) - torch.tensor([0, 0, 9, 0], device=device)[request]
+        page = flat[starts[request] + position // PAGE].long()
+        assert torch.equal(got, torch.where(page < 0, -1, page * PAGE + position % PAGE)), (dtype, "lengths")
+
     lengths, starts = torch.tensor([10, 0, 70, 1], device=device), torch.tensor([5, 3, 0, 127], device=device)
     cumulative = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     request = torch.repeat_interleave(torch.arange(4, device=device), lengths)
@@ -577,6 +595,12 @@ def refusals(device):
     refused("src[0]|no memory", ops.copy, [cache], [empty])
     refused("pages has shape|strides", ops.slots_new, index[:2].expand(5, 2), 10, PAGE, SLOTS, request=index,
             position=index)
+    refused("pages has shape [4, 2]|[pages]", ops.slots_new, index[:8].view(4, 2), 10, PAGE, SLOTS, request=index,
+            position=index, page_starts=index)
+    refused("page_starts is int32", ops.slots_new, index, 10, PAGE, SLOTS, request=index, position=index,
+            page_starts=index.int())
+    refused("page_starts|stride 2", ops.slots_new, index, 10, PAGE, SLOTS, request=index, position=index,
+            page_starts=index[::2])
     refused("cu_seqlens has 10|5", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS, cu_seqlens=index)
     refused("KVPRIM_ERROR_NULL", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS)
     refused("nans is int8", ops.store, rows, None, fp8, None, index, "NHD", nans=index[:1].to(torch.int8))
@@ -945,8 +969,18 @@ def ffi_operators(device):
     assert (out.ravel()[128:384] == k.ravel()[:256]).all(), "unpack"
     pages, request = rng.permutation(PAGES)[:24].reshape(3, 8), rng.integers(3, size=30)
     position = rng.integers(8 * PAGE, size=30)
-    ffi.slots(of(slot), of(pages), PAGE, SLOTS, of(request), of(position), None, None, None, False)
+    ffi.slots(of(slot), of(pages), PAGE, SLOTS, of(request), of(position), None, None, None, None, False)
     assert (slot == pages[request, position // PAGE] * PAGE + position % PAGE).all(), "slots"
+    starts, slot[:] = numpy.array([0, 8, 16, 24]), 0
+    ffi.slots(of(slot), of(pages.ravel()), PAGE, SLOTS, of(request), of(position), None, None, of(starts), None, False)
+    assert (slot == pages[request, position // PAGE] * PAGE + position % PAGE).all(), "slots, page_starts"
+    for dtype in (numpy.int32, numpy.int64):
+        a = numpy.arange(1000, dtype=dtype)
+        b = numpy.where(a == 700, -1, a).astype(dtype)
+        assert ffi.prefix(of(a), of(b)) == 700 and ffi.prefix(of(a[5:]), of(b[5:])) == 695, "prefix"
+    refused("b is float64", ffi.prefix, of(a), of(a.astype(float)))
+    refused("b has stride 2", ffi.prefix, of(a), of(a[::2]))
+    refused("a is int32|b int64", ffi.prefix, of(a.astype(numpy.int32)), of(a))
     refused("index is float32", ffi.gather, of(out), of(cache), of(k), "NHD", "auto", None, 0, False, None, False)
     refused("KVPRIM_ERROR_OVERLAP", ffi.copy, [of(out)], [of(out)])
     refused("argument is missing", ffi.copy, [of(out)])
@@ -955,6 +989,7 @@ def ffi_operators(device):
         ops.store(of(k), None, of(cache), None, slot, "NHD")
         ops.gather(of(out), of(cache), slot, "NHD")
         assert (out == k).all(), "kvprim's functions, without torch"
+        assert ops.prefix(of(a), of(b)) == 700, "prefix of TVM-FFI's tensors"
 
 
 def tensor_prefixes(device):

@@ -2,7 +2,7 @@
 /* Two requests that share a prefix, found by the keys of its blocks, which are those of vLLM: computes the keys, asks the
    table how many are known, takes pages for the rest, stores its rows, and gathers all rows back. Checks each of them.
 
-       cc -O2 -I. examples/20_keys.c -o 20_keys && ./20_keys
+       cc -O2 -I. examples/21_keys.c -o 21_keys && ./21_keys
 */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim.h"
