@@ -5273,7 +5273,8 @@ KVPRIM_API kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n)
         if (status != KVPRIM_OK)
             return kvprim_fail(status, "%s (requests[%llu])", kvprim_last_error(), (unsigned long long)i);
     }
-    kvpi_run_keys(requests, n);
+    if (n > 0)
+        kvpi_run_keys(requests, n);
     return KVPRIM_OK;
 }
 
