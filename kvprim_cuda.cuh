@@ -160,8 +160,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
      less than 2 KB that are no multiple of 128 bytes reach about half, except where they follow each other on one side:
      those of all layers (a page of all layers in host memory, say) or of one row. They run on 2, and 61 layers of 656
      bytes reach 0.94.
-   - A kernel limited by memory takes 1.01 to 1.09 times as long beside two of them, and up to 1.8 times beside 8 (rows
-     of 4 KB, H200). If other kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
+   - A kernel limited by memory takes 1.01 to 1.09 times as long beside two of them, 1.27 to 1.37 where these write to
+     the host beside a reader at 4.6 TB/s, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
@@ -3206,7 +3206,8 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
-/* Gathers, and stores whose scales are given. v: what is copied beside a gather, or NULL. Many rows of K alone are moved as two halves, INT8 as K and nothing. */
+/* Gathers, beside which V's words may be copied, and stores whose scales are given. Many rows of K alone are stored as
+   two halves, INT8 as K and nothing. */
 static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
     const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;
