@@ -161,7 +161,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
      those of all layers (a page of all layers in host memory, say) or of one row. They run on 2, and 61 layers of 656
      bytes reach 0.94.
    - A kernel limited by memory takes 1.01 to 1.09 times as long beside two of them, 1.27 to 1.37 where these write to
-     the host beside a reader at 4.6 TB/s, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
+     the host beside a reader at 4.6 TB/s, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other kernels slow
+     the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
@@ -1821,8 +1822,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_count_rejected(p, x);
 }
 
-/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one, or then
-   a word that is only copied: those of V follow the octets. */
+/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one, or
+   then a word that is only copied: those of V follow the octets. */
 template <kvprim_dtype to, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
