@@ -310,14 +310,18 @@ def judge_sass(units):
 
 def read_ptx(text):
     """Returns kernels with no instructions except waits, accesses that may be of global memory, and branches, by their
-    names in SASS. A branch to the end is one there, too."""
+    names in SASS. A branch to the end is one there, too; one past a trigger before the wait is not."""
     kernels = []
     for name, body in re.findall(r'^(?:\.\w+ )*\.entry (\w+)\((.*?)^\}', text, re.M | re.S):
         kernels.append(Kernel(name, 90, {}))
         ends = re.findall(r'^(\$\w+):\s*ret;', body, re.M)
-        for predicate, wait, branch, to in re.findall(
+        waits_at = body.find('griddepcontrol.wait')
+        for found in re.finditer(
                 r'(?:@(!?%\w+)\s+)?(?<![\w.%$])(?:(griddepcontrol\.wait)|(bra|brx|call)\b[.\w]*\s*([$\w]*)|'
                 r'(?:ld|st|red|atom|prefetch)\.(?!param|shared)|(?:cp|multimem)\.)', body):
+            predicate, wait, branch, to = found.groups(default='')
+            if branch == 'bra' and found.end() < body.find('\n%s:' % to, found.end()) < waits_at:
+                continue
             code = 'ACQBULK' if wait else 'LDG' if not branch else 'EXIT' if to in ends else 'BRA'
             kernels[-1].code.append((predicate, code))
     return kernels
