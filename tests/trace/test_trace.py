@@ -461,6 +461,12 @@ def samples():
         answers(name, SAMPLES / name, source, (
             '--longer-than', '3', '--category=GPU=half4|ptop', '--category', 'memory=dtoh'), full_names=False,
                 longer_than=3, categories=[('GPU', 'half4|ptop'), ('memory', 'dtoh')])
+    words = '|'.join(pattern for _, pattern in oracle.SHARES).split('|')
+    each = file_of(json.dumps([dict(json.loads(EVENT), name=f'x_{word}_y', ts=9 * i) for i, word in enumerate(words)]))
+    answers('every word of a category', each)
+    shares = by_sqlite(each, [EXAMPLE / 'sql/8_categories.sql'])[0]['rows']
+    judge('... and in SQL', oracle.differences('category', [tuple(line[:3]) for line in shares],
+                                               oracle.printed(runs(each))['category']))
     shares = oracle.printed(runs(SAMPLES / 'chrome.json', '--category', 'a=att.n', '--category=b=attend|node'))
     judge('of categories, the last given comes first', [] if ('b', 12) in [line[:2] for line in shares['category']]
           else [shares])
