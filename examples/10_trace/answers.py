@@ -8,6 +8,9 @@ TRACE is Chrome's JSON (of torch's profiler, kvprim's 10_trace, converters) or o
 or compressed by gzip; - is standard input. It is read front to back, and only what concerns a GPU stays in memory. A
 trace is of one process: equal correlations in several processes are taken for the same call.
 
+    answers.py torch.json.gz --longer-than 500 --more-than 1000 --category 'cache=index_copy|CatArray'
+    answers.py --compare dynamic.json.gz static.json.gz --top 20
+
 Exit codes: 0: done; 1: a file cannot be read or written, or holds no such range; 2: wrong arguments.
 """
 import argparse
@@ -532,9 +535,10 @@ def report(events, asked):
 
 
 def compare(old, now, asked):
-    """Prints what became slower and what faster, by operation and by what the GPU waited for."""
+    """Prints what became slower and what faster, by operation, by category and by what the GPU waited for."""
     before, after = counted(old, asked), counted(now, asked)
-    for table, title in ('operation', 'operation'), ('wait', 'gap before'), ('part', 'part of the time'):
+    for table, title in (('operation', 'operation'), ('category', 'category'), ('wait', 'gap before'),
+                         ('part', 'part of the time')):
         all_ns = after[table].total('all: ' if table == 'part' else '')[1]
         print_table(after[table], title, all_ns, asked, old=before[table])
 
@@ -620,17 +624,17 @@ class Parser(argparse.ArgumentParser):
 def category(text):
     name, _, pattern = text.partition('=')
     try:
-        re.compile(pattern)
-    except re.error:
+        re.compile(pattern, re.I)
+    except (re.error, OverflowError, RecursionError):  # such as "a(", "a{9999999999}" and thousands of "("
         pattern = ''
-    if not pattern:
+    if not (name and pattern):
         raise argparse.ArgumentTypeError(f'{text}: expected NAME=PATTERN, a regular expression')
     return name, pattern
 
 
 def number(text):
     if not re.fullmatch(r'\d{1,15}', text):
-        raise argparse.ArgumentTypeError(f'no number: {text}')
+        raise argparse.ArgumentTypeError(f'{text!r}: expected a whole number of at most 15 digits')
     return int(text)
 
 
@@ -647,8 +651,9 @@ def parsed():
         help='answer 3: small operations that are launched more often; default: 100')
     add('--family', default='', metavar='TEXT', help='answer 5: kernels whose names contain this; default: all')
     add('--category', type=category, action='append', default=[], metavar='NAME=PATTERN',
-        help='answer 8: operations whose full names match this regular expression; may be repeated, the last one comes '
-             'first; attention, matrix product, memory and concatenation come after them; what matches none is other')
+        help='answer 8, and --compare: operations whose full names match this regular expression; may be repeated, the '
+             'last one comes first; attention, matrix product, memory and concatenation come after them; what matches '
+             'none is other')
     add('--as-ranges', metavar='CATEGORY', help='read events of this category as ranges, too, such as cpu_op')
     add('--full-names', action='store_true', help='keep namespaces, template arguments and parameters of kernels')
     add('--cut', action='store_true', help='of a cut file, answer from the events before the cut')
@@ -659,8 +664,9 @@ def parsed():
         parser.error('--compare needs two files' if asked.compare else 'one file, or --compare and two')
     if len(asked.range) > len(asked.trace):
         parser.error(f'more than one range of a file: {asked.range[-1]}')
-    if asked.out and asked.compare:
-        parser.error('--out is for one file, not for --compare')
+    for option in ('longer_than', 'more_than', 'family', 'out') if asked.compare else ():
+        if getattr(asked, option) != parser.get_default(option):
+            parser.error(f'--{option.replace("_", "-")} is for one file, not for --compare')
     return asked
 
 

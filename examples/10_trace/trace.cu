@@ -7,11 +7,11 @@
        nvcc -arch=native -I. examples/10_trace/trace.cu -lcupti -o 10_trace && ./10_trace --out trace.json
        python3 examples/10_trace/answers.py trace.json --range 'storing cache' --out for_perfetto.json
 
-   Without --out it writes no file. answers.py reads traces of torch and nsys, too, and compares two (--help). sql/ asks
-   the same in SQL: `trace_processor_shell -q sql/6_gaps.sql for_perfetto.json`. If cupti.h is not found, add -I and -L
-   for include and lib64 under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches
-   hold the same rows in the end, and that the trace has every launch and byte once. The two caches take half a GB of
-   the GPU's memory. */
+   Without --out it writes no file. answers.py reads traces of torch and nsys, too, compares two, and takes thresholds
+   and categories (--help). sql/ asks the same in SQL: `trace_processor_shell -q sql/6_gaps.sql for_perfetto.json`. If
+   cupti.h is not found, add -I and -L for include and lib64 under $CUDA_HOME/extras/CUPTI, or call `make examples`. The
+   program checks that both caches hold the same rows in the end, and that the trace has every launch and byte once. The
+   two caches take half a GB of the GPU's memory. */
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"

@@ -171,7 +171,7 @@ def from_sql(results, got):
     forms there."""
     rows = {name: [tuple(row) for row in result['rows']] for name, result in results.items()}
     small, family, row = rows['3_small_operations'][0], rows['5_kernel_family'][0], rows['6_launch_row'][0]
-    host = lambda kind: [line[1:4] for line in rows['3_calls_and_ranges'] if line[0] == kind][:50]
+    host = lambda kind: [line[1:4] + line[5:7] for line in rows['3_calls_and_ranges'] if line[0] == kind][:50]
     part = collections.defaultdict(int, {name: ns for name, _, ns, _, _ in got['part of the time']})
     got['parts'] = [('', 0, part[name]) for name in (
         "idle: before the next operation's call", 'idle: in that call', 'idle: after that call',
@@ -185,16 +185,16 @@ def from_sql(results, got):
         'small operation': [line[:3] + line[4:6] for line in rows['3_more_than']],
         'call': host(1),
         'range': host(2),
-        'memory operation': [line[:3] for line in rows['4_memory_operations']],
+        'memory operation': [line[:6] for line in rows['4_memory_operations']],
         'family': [('', family[0], family[1] or 0, family[3] or 0, family[4] or 0)],
         'gaps': [('', sum(line[1] for line in rows['6_gaps']), sum(line[2] for line in rows['6_gaps']), small[4])],
         'gap before': [line[:3] for line in rows['6_gaps']][:50],
         'parts': [('', 0, ns) for ns in [sum(line[i] for line in rows['6_gaps']) for i in (3, 4, 5)] +
                   [small[3], *row[1:3]]],
-        'range on a stream': sorted(((f'GPU {line[1]} stream {line[2]}   {line[0]}', line[3], line[5])
+        'range on a stream': sorted(((f'GPU {line[1]} stream {line[2]}   {line[0]}', line[3], line[5], *line[7:9])
                                      for line in rows['7_ranges_on_streams']), key=lambda line: -line[2])[:50],
         'operations of ranges': [('', line[4]) for line in rows['7_ranges_on_streams']],
-        'category': [line[:3] for line in rows['8_categories']],
+        'category': [line[:5] for line in rows['8_categories']],
     }
 
 

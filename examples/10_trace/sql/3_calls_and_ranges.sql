@@ -5,7 +5,9 @@ SELECT
     name,
     count(*) AS count,
     sum(dur) AS total_ns,
-    sum(dur) / count(*) AS each_ns
+    sum(dur) / count(*) AS each_ns,
+    min(dur) AS shortest_ns,
+    max(dur) AS longest_ns
 FROM slice
 WHERE category IN ('cuda_runtime', 'cuda_driver', 'user_annotation')
 GROUP BY kind, name

@@ -4,6 +4,8 @@ SELECT
     CASE WHEN name GLOB 'Mem* (*' THEN substr(name, 1, instr(name, ' (') - 1) ELSE name END AS direction,
     count(*) AS count,
     sum(dur) AS total_ns,
+    min(dur) AS shortest_ns,
+    max(dur) AS longest_ns,
     sum(EXTRACT_ARG(arg_set_id, 'args.bytes')) AS bytes,
     1.0 * sum(EXTRACT_ARG(arg_set_id, 'args.bytes')) / sum(dur) AS gb_per_s
 FROM slice

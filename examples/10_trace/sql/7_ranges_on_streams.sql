@@ -52,7 +52,9 @@ SELECT
     count(*) AS count,
     sum(s.operations) AS operations,
     sum(s.end_ts - s.ts) AS total_ns,
-    sum(s.end_ts - s.ts) / count(*) AS each_ns
+    sum(s.end_ts - s.ts) / count(*) AS each_ns,
+    min(s.end_ts - s.ts) AS shortest_ns,
+    max(s.end_ts - s.ts) AS longest_ns
 FROM spans AS s
 JOIN slice AS r ON r.id = s.id
 WHERE r.category = 'user_annotation'

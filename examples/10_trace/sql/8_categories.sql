@@ -12,6 +12,8 @@ SELECT
     END AS share_of,
     count(*) AS count,
     sum(dur) AS total_ns,
+    min(dur) AS shortest_ns,
+    max(dur) AS longest_ns,
     100.0 * sum(dur) / sum(sum(dur)) OVER () AS share
 FROM slice
 WHERE category IN ('kernel', 'gpu_memcpy', 'gpu_memset')
