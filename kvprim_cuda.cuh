@@ -3154,7 +3154,7 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
     const bool whole = (dst->table.stride | f.scale_offset) % kvpc_granule_bytes == 0, tiles = v && v->dst.format.dtype;
     const kvpc_route &a = p->route[0], &b = p->route[1];
     const bool follows = v && !tiles && b.dst == a.dst + row && b.dst_stride == a.dst_stride && b.page == a.page;
-    if (tiles && (kvpc_scale_bytes(&v->dst) != scales || kvpc_row_bytes(&v->dst) != row))
+    if (tiles && (a.tile != b.tile || a.head != b.head || v->dst.format.scale_offset != f.scale_offset))
         return;
     p->edge_lanes = UINT32_MAX;
     if (behind_heads && dst->table.head_stride == head && dst->table.heads * head <= dst->table.stride)
