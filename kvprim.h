@@ -475,15 +475,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
    requests + 1 cumulative token counts in ascending order: request r has the tokens cu_seqlens[r] to
    cu_seqlens[r + 1] - 1 (none if the two are equal), and token i is at position starts[r] + i - cu_seqlens[r].
 
-   So are page numbers: each request has max_pages, or page_starts holds requests + 1 cumulative page counts (FlashInfer's
-   kv_indptr, beside kv_indices), and request r has the pages page_starts[r] to page_starts[r + 1] - 1.
+   Page numbers come in two forms, too: each request has max_pages, or page_starts holds requests + 1 cumulative counts
+   of pages (FlashInfer's kv_indptr, beside kv_indices): request r has pages page_starts[r] to page_starts[r + 1] - 1.
 
    A negative request, position or page number is padding, whatever the others are: slot[i] is -1. slot[i] is also -1,
    and one is added to *rejected if there is such a counter, for: a request >= requests, a token in no request (i <
    cu_seqlens[0] or i >= cu_seqlens[requests]), a position on none of the request's pages, a request whose page_starts
-   descend or leave [0, max_pages], and a slot >= rows. So whatever the arrays hold, each slot is -1 or in [0, rows), and
-   nothing outside the arrays is read. If cu_seqlens descends somewhere, it is unspecified which of these values a token
-   gets.
+   descend or leave [0, max_pages], and a slot >= rows. So whatever the arrays hold, each slot is -1 or in [0, rows),
+   and nothing outside the arrays is read. If cu_seqlens descends somewhere, it is unspecified which of these values a
+   token gets.
 
    kvprim_store_desc.slot and kvprim_gather_desc.index take these slots, with base 0. To gather pages by cumulative
    lengths, call this and then kvprim_gather. */

@@ -1821,8 +1821,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_count_rejected(p, x);
 }
 
-/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one, or then
-   a word that is only copied: those of V follow the octets. */
+/* Gathers rows. Each thread moves an octet, and with `loads` 2 one more, row_threads further; where the octets end,
+   that is a word that is only copied: V's words follow K's octets. */
 template <kvprim_dtype to, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
@@ -3206,7 +3206,7 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
-/* Gathers, and stores whose scales are given. v: what is copied beside a gather, or NULL. Many rows of K alone are moved as two halves, INT8 as K and nothing. */
+/* Gathers, and stores whose scales are given. Many rows stored alone are two halves, INT8 otherwise K and nothing. */
 static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
     const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;
