@@ -475,8 +475,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
    requests + 1 cumulative token counts in ascending order: request r has the tokens cu_seqlens[r] to
    cu_seqlens[r + 1] - 1 (none if the two are equal), and token i is at position starts[r] + i - cu_seqlens[r].
 
-   So are page numbers: each request has max_pages, or page_starts holds requests + 1 cumulative page counts
-   (FlashInfer's kv_indptr, beside kv_indices), and request r has the pages page_starts[r] to page_starts[r + 1] - 1.
+   Page numbers come in two forms, too: each request has max_pages, or page_starts holds requests + 1 cumulative counts
+   of pages (FlashInfer's kv_indptr, beside kv_indices): request r has pages page_starts[r] to page_starts[r + 1] - 1.
 
    A negative request, position or page number is padding, whatever the others are: slot[i] is -1. slot[i] is also -1,
    and one is added to *rejected if there is such a counter, for: a request >= requests, a token in no request (i <
@@ -5192,18 +5192,18 @@ static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_d
 static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_desc *d, int64_t blocks, int64_t room)
 {
     const int kind = kvpi_rule_of(d->rule)->extra;
-    int64_t sum = 0;
+    uint64_t sum = 0;
     for (int64_t k = 0; k < d->extra_count; k++) {
         const kvprim_key_extra x = d->extra[k], last = k ? d->extra[k - 1] : x;
         const int same = k && x.block == last.block;
-        sum = x.bytes + (same ? sum : 0);
+        sum = (uint64_t)x.bytes + (same ? sum : 0);
         if (!x.data)
             return kvprim_fail(KVPRIM_ERROR_NULL, "%s: extra[%lld].data is NULL", function, (long long)k);
         if (x.block < (k ? last.block : 0) || x.block >= blocks || x.token < (same ? last.token + 1 : 0) ||
             x.token >= (kind == 2 ? d->block_tokens : 1))
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: extra[%lld] has block %lld and token %lld, %s", function,
                                (long long)k, (long long)x.block, (long long)x.token, "out of range or not ascending");
-        if (x.bytes < 1 || x.bytes > room || sum > room || (kind == 2 && x.bytes != 32))
+        if (x.bytes < 1 || sum > (uint64_t)room || (kind == 2 && x.bytes != 32))
             return kvprim_fail(KVPRIM_ERROR_SIZE,
                                "%s: extra[%lld].bytes is %lld, less than 1 or more than fits: %lld%s", function,
                                (long long)k, (long long)x.bytes, (long long)room, kind == 2 ? ", or not 32" : "");

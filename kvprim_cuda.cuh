@@ -1822,8 +1822,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_count_rejected(p, x);
 }
 
-/* Gathers rows. Each thread moves an octet, and with `loads` 2 another one row_threads further, if there is one, or
-   then a word that is only copied: those of V follow the octets. */
+/* Gathers rows. Each thread moves an octet, and with `loads` 2 one more, row_threads further; where the octets end,
+   that is a word that is only copied: V's words follow K's octets. */
 template <kvprim_dtype to, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
@@ -3155,7 +3155,7 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
     const bool whole = (dst->table.stride | f.scale_offset) % kvpc_granule_bytes == 0, tiles = v && v->dst.format.dtype;
     const kvpc_route &a = p->route[0], &b = p->route[1];
     const bool follows = v && !tiles && b.dst == a.dst + row && b.dst_stride == a.dst_stride && b.page == a.page;
-    if (tiles && (kvpc_scale_bytes(&v->dst) != scales || kvpc_row_bytes(&v->dst) != row))
+    if (tiles && (a.tile != b.tile || a.head != b.head || v->dst.format.scale_offset != f.scale_offset))
         return;
     p->edge_lanes = UINT32_MAX;
     if (behind_heads && dst->table.head_stride == head && dst->table.heads * head <= dst->table.stride)
@@ -3207,8 +3207,7 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
-/* Gathers, beside which V's words may be copied, and stores whose scales are given. Many rows of K alone are stored as
-   two halves, INT8 as K and nothing. */
+/* Gathers, and stores whose scales are given. Many rows stored alone are two halves, INT8 otherwise K and nothing. */
 static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
     const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;

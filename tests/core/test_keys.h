@@ -326,6 +326,9 @@ static void test_bad_keys(void)
     x[1].token = 16;
     BAD_KEYS(count = 64, SIZE, "extra[1] has block 0 and token 16");
     x[1].token = 1;
+    x[1].bytes = INT64_MAX; /* the sum with the block's first 32 has more than 63 bits */
+    BAD_KEYS(count = 64, SIZE, "extra[1].bytes is 9223372036854775807,");
+    x[1].bytes = 32;
     CHECK(kvprim_keys(&good, 1) == KVPRIM_OK);
     memcpy(keys, untouched, sizeof keys);
     good.extra = NULL, good.extra_count = 0;

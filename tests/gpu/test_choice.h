@@ -119,8 +119,10 @@ static void place_choice(arena *a, const choice_move *m, convert_side *s, const 
         *f = kvprim_format{};
         return;
     }
-    if (m->inside) {
-        f->scale_offset = row, f->scale_stride = s->table.stride, f->scale_page_stride = s->table.page_stride;
+    if (m->inside)
+        f->scale_offset = row;
+    if (f->scale_offset) {
+        f->scale_stride = s->table.stride, f->scale_page_stride = s->table.page_stride;
     } else if (scales) {
         const int64_t in_page = m->page_rows ? m->page_rows : rows ? rows : 1, own = of_scales + m->scale_pad;
         f->scale_stride = !tiled ? 0 : m->scale_pages_first ? pages * own : own;
@@ -448,6 +450,12 @@ static const choice_case edge_choices[] = {
      }},
     {"only K's scales follow its rows", "T",
      [](choice &c) { with_edges(c), with_many(c, 129), with_v(c), c.k.inside = true, c.k.pad = 8; }},
+    {"only K's scales follow its heads", "T",
+     [](choice &c) {
+         with_v(c), with_elements(c, 256, 128), with_many(c, 1100);
+         c.k.heads = c.v.heads = 2, c.k.head_gap = c.v.head_gap = 4, c.v.pad = -4;
+         c.k.f.scale_offset = 128, c.k.f.scale_tile_stride = c.v.f.scale_tile_stride = 132;
+     }},
     {"V behind K", "T", [](choice &c) { with_behind(c, 80), c.v.pad = 1040; }},
     {"V behind K, twice as far apart", "T",
      [](choice &c) { with_behind(c, 80), c.v.pad = 2144, c.k.tail = 513 * 1104; }},

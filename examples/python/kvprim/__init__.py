@@ -318,8 +318,8 @@ class _KeysDesc(ctypes.Structure):
 def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, packed=False):
     """The keys of all whole blocks of `block` tokens as an engine computes them, a bytes object each; packed: one
     bytearray. `rule` is one of KEY_RULES, which kvprim.h describes. tokens: a list, an array (of `array` or numpy), or
-    a tensor of the CPU, packed int32 or int64. parent: the key before the first block. extra: {block: bytes}, and for
-    trtllm {(block, token): digest}; for vllm_sha256 and vllm_xxhash also {block: tuple}."""
+    a tensor of the CPU, packed int32 or int64. parent: the key before the first block, if any; b"" is none. extra:
+    {block: bytes}, and for trtllm {(block, token): digest}; for vllm_sha256 and vllm_xxhash also {block: tuple}."""
     if rule not in KEY_RULES:
         raise RuntimeError(f"rule is {rule!r}, none of {', '.join(KEY_RULES)}")
     if torch is not None and isinstance(tokens, torch.Tensor):
@@ -335,7 +335,7 @@ def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, pa
         if isinstance(data, tuple):  # what pickle makes of it inside (parent, tokens, extra)
             data = pickle.dumps((bytes(32), (0,), data), 5)[50:-3]
         pieces.append(_KeyExtra(*(place if isinstance(place, tuple) else (place, 0)), data, len(data)))
-    desc = _KeysDesc(address, 1 if size == 4 else 2, KEY_RULES.index(rule) + 1, count, block, parent,
+    desc = _KeysDesc(address, 1 if size == 4 else 2, KEY_RULES.index(rule) + 1, count, block, parent or None,
                      len(parent or b""), (_KeyExtra * max(len(pieces), 1))(*pieces), len(pieces), None, 0, seed,
                      bigrams, 0)
     library.kvprim_key_bytes.restype, library.kvprim_last_error.restype = ctypes.c_int64, ctypes.c_char_p

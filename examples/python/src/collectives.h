@@ -61,6 +61,7 @@ class Collective
     {
         kvprim_comm *const found = COLLECTIVES(kvprim_communicator, number);
         EXPECT(found, "comm is ", number, ", which is no communicator of this process");
+        EXPECT(found->world > 0, "comm is ", number, ", which has ended"); // all zeros: world would divide by 0
         return found;
     }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* The operators for TVM-FFI, which SGLang and mini-sglang load: tvm_ffi.load_module(kvprim.ffi_library()). Each takes
-   all of its arguments in the order of kvprim/__init__.py's schemas (prefix: a and b), and tensors of torch, or whatever TVM-FFI takes;
-   the current GPU must be that of the tensors, and the caller keeps pinned tensors until the stream has done with them,
-   because TVM-FFI lends tensors without their owners. */
+   all of its arguments in the order of kvprim/__init__.py's schemas (prefix: a and b), and torch's tensors, or whatever
+   TVM-FFI takes; the current GPU must be that of the tensors, and the caller keeps pinned tensors until the stream has
+   done with them, because TVM-FFI lends tensors without their owners. */
 #include "operators.h"
 
 #include <tvm/ffi/container/array.h>

@@ -323,18 +323,21 @@ def refusals(number, order):
             refused(words, call, "all_reduce_norm", out, send, weight, **{**options, **given})
     refused("comm is 4000", kvprim._eager.all_reduce, 4000, x, None, "sum")
     refused("comm is -1", kvprim.ops.all_reduce, -1, x, order=order)
+    ended, _ = host_communicator(world=0)  # all its fields are 0 then
+    refused(f"comm is {ended}|ended", kvprim._eager.all_to_all, ended, x, x)
+    refused(f"comm is {ended}|ended", kvprim.ops.all_to_all, ended, x, x, order=order)
     refused("id has 3 bytes", kvprim.Communicator, 0, 2, b"abc", device=0)
     refused("either id or nccl", kvprim.Communicator, 0, 2, device=0)
     refused("peers has 1", kvprim.Communicator, 0, 2, bytes(128), peers=[0], device=0)
 
 
-def host_communicator():
-    """Of two ranks on the CPU, for what is refused before it is used: kvprim_comm's fields, which begin with nccl,
+def host_communicator(world=2):
+    """Of so many ranks on the CPU, for what is refused before it is used: kvprim_comm's fields, which begin with nccl,
     rank, world, device."""
     from kvprim import collectives
     number = collectives.library.kvprim_communicator_new(ctypes.sizeof(collectives._Desc))
     fields = ctypes.cast(collectives.library.kvprim_communicator(number), ctypes.POINTER(ctypes.c_int32))
-    fields[3], fields[4] = 2, -1
+    fields[3], fields[4] = world, -1
     return number, torch.zeros(1, dtype=torch.uint8)
 
 

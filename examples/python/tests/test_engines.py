@@ -128,6 +128,8 @@ def vllm_stores(device):
             ops.reshape_and_cache(k, v, key_cache, value_cache, slot, kind, scale, scale)
             assert torch.equal(key_cache.permute(0, 3, 1, 2, 4).reshape(expected[0].shape), expected[0]), ("x", kind)
             assert torch.equal(value_cache.permute(0, 3, 1, 2), expected[1]), ("x", kind)
+            apart = value_cache.mT.contiguous().mT  # could only be stored to by way of a copy
+            refused("view", ops.reshape_and_cache, k, v, key_cache, apart, slot, kind, scale, scale)
         kv_c, k_pe = rows(45, 512, device=device), rows(45, 64, device=device)
         if scale.numel() == 1:
             mla = torch.zeros((PAGES, PAGE, 576), dtype=dtype, device=device)

@@ -928,6 +928,7 @@ def block_keys(device):
     pages = [struct.pack("<16I", *tokens[i:i + 16]) for i in (0, 16)]
     pairs = struct.pack("<8I", *(token for pair in zip(tokens[:4], tokens[1:5]) for token in pair))
     assert ops.keys(tokens[:40], 16, "sglang") == [sha256(pages[0]), sha256(sha256(pages[0]) + pages[1])]
+    assert ops.keys(tokens[:40], 16, "sglang", parent=b"") == ops.keys(tokens[:40], 16, "sglang")
     assert ops.keys(tokens[:5], 4, "sglang", bigrams=True) == [sha256(pairs)] and ops.keys(tokens, 71, "sglang") == []
     digest = sha256(b"image")
     assert ops.keys(tokens[:16], 16, "trtllm", extra={(0, 2): digest}) == [

@@ -32,7 +32,9 @@ def swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False):
 
 def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
     """key_cache: [blocks, heads, dim / x, block, x], value_cache: [blocks, heads, dim, block]."""
-    kvprim.store(key, value, key_cache.flatten(1, 2), value_cache.flatten(1, 2).unsqueeze(-1), slot_mapping, "HND",
+    pages, block, x = key_cache.shape[0], *key_cache.shape[3:]
+    key_cache, value_cache = key_cache.view(pages, -1, block, x), value_cache.view(pages, -1, block, 1)  # no copies
+    kvprim.store(key, value, key_cache, value_cache, slot_mapping, "HND",
                  **_scaled(kv_cache_dtype, k_scale=k_scale, v_scale=v_scale))
 
 
