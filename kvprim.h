@@ -729,7 +729,7 @@ KVPRIM_API int64_t kvprim_key_bytes(kvprim_key_rule rule);
 
 /* Computes the keys of n requests. Chains of SHA-256 run two at a time, each in 0.7 to 0.8 of its time alone. Takes
    51 KB of stack, and uses SHA-NI, ARMv8's SHA-2 and AVX-512 VBMI2 if the processor has them.
-   Aliasing: keys must not overlap tokens, parent and extra (checked), or anything of another request.
+   Aliasing: keys must not overlap tokens, parent and extra (checked), what extra points to, or another request's.
    Errors name the request: NULL, SIZE, OVERLAP, ARGUMENT (rule, types, a field that has no such value or no meaning for
    the rule, alignment), UNSUPPORTED (compiled without xxhash.h). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n);
@@ -4944,7 +4944,7 @@ static int kvpi_has_vbmi2(void)
         uint32_t r[4] = {0, 0, 0, 0};
         if (kvpi_has_avx512())
             kvpi_cpuid(7, r);
-        __atomic_store_n(&known, 1 + (int)(r[2] >> 6 & 1), __ATOMIC_RELAXED);
+        __atomic_store_n(&known, 1 + (int)(r[2] >> 6 & r[1] >> 8 & 1), __ATOMIC_RELAXED); /* and BMI2 */
     }
     return __atomic_load_n(&known, __ATOMIC_RELAXED) == 2 && kvpi_has_avx512();
 }

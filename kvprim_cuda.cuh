@@ -247,7 +247,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
 #ifdef __CUDACC__
-#define KVPRIM_DEVICE_SELDOM static __device__ __noinline__ /* inlined, its code would be in the way of the rest */
+#define KVPRIM_DEVICE_SELDOM static __device__ __noinline__ /* not fetched with the code around its call */
 #else
 #define KVPRIM_DEVICE_SELDOM static
 #endif
@@ -1643,6 +1643,7 @@ enum {
     kvpc_power_of_two = 64,
     kvpc_wide_index = 128
 };
+static_assert((int)kvpc_trigger_late <= kvpc_dependences, "the lowest bits of kvpc_convert.how");
 
 /* In the order of use, as few rows take as long as their parameters take to come: see kvpc_plain. The first 48 bytes
    and each 64 after them are a line of the constant cache. */

@@ -8,7 +8,6 @@
 item_size: bytes of a token in one layer; layout_dim: in all layers. block_quota and num_warps_per_block say nothing
 here: max_sms of kvprim.transfer does.
 """
-import functools
 
 import torch
 
@@ -70,8 +69,7 @@ def transfer_kv_all_layer(src_k_layers, dst_k_layers, src_v_layers, dst_v_layers
         transfer_kv_all_layer_mla(src, dst, src_indices, dst_indices, item_size, num_layers)
 
 
-@functools.lru_cache(256)
-def _addresses(first, step, count, device):
+def _addresses(first, step, count, device):  # on the stream of the call, and in its graph
     return torch.arange(first, first + step * count, step, device=device)
 
 
