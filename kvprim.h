@@ -4900,6 +4900,7 @@ KVPRIM_INLINE uint8_t *kvpi_put_cbor(uint8_t *p, uint64_t type, uint64_t u)
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,bmi2,popcnt"))) static uint8_t *
 kvpi_put_eights(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t n, int form, int64_t *done)
 {
+    const __mmask8 all = 0xff; /* gcc 12's forms without a mask are said to read something uninitialized */
     const __m256i zero = _mm256_setzero_si256();
     const __m256i swap = _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
     for (; *done + 8 <= n; *done += 8) {
@@ -4908,8 +4909,8 @@ kvpi_put_eights(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t 
             v = _mm256_loadu_si256((const __m256i *)(const void *)(narrow + *done));
         } else {
             const __m512i x = _mm512_loadu_si512(wide + *done);
-            v = _mm512_cvtepi64_epi32(x);
-            if (_mm512_cmpneq_epi64_mask(_mm512_cvtepi32_epi64(v), x))
+            v = _mm512_maskz_cvtepi64_epi32(all, x);
+            if (_mm512_cmpneq_epi64_mask(_mm512_maskz_cvtepi32_epi64(all, v), x))
                 break;
         }
         const __m256i sign = form == kvpi_cbor ? _mm256_srai_epi32(v, 31) : zero, w = _mm256_xor_si256(v, sign);
@@ -4928,8 +4929,8 @@ kvpi_put_eights(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t 
         head = _mm256_mask_add_epi32(head, two, head, _mm256_set1_epi32(form == kvpi_cbor ? 1 : 'M' - 'K'));
         head = _mm256_mask_add_epi32(head, four, head, _mm256_set1_epi32(form == kvpi_cbor ? 1 : 'J' - 'M'));
         const __m256i rest = form == kvpi_cbor ? _mm256_shuffle_epi8(w, swap) : w;
-        const __m512i words =
-            _mm512_or_si512(_mm512_slli_epi64(_mm512_cvtepu32_epi64(rest), 8), _mm512_cvtepu32_epi64(head));
+        const __m512i words = _mm512_or_si512(_mm512_maskz_slli_epi64(all, _mm512_maskz_cvtepu32_epi64(all, rest), 8),
+                                              _mm512_maskz_cvtepu32_epi64(all, head));
         _mm512_storeu_si512(p, _mm512_maskz_compress_epi8(keep, words));
         p += _mm_popcnt_u64(keep);
     }
