@@ -4678,7 +4678,7 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 #ifdef __clang__
 #define KVPRIM_SHA __attribute__((target("sha2")))
 #else
-#define KVPRIM_SHA __attribute__((target("+sha2")))
+#define KVPRIM_SHA __attribute__((target("+crypto"))) /* gcc 12 has no intrinsics for "+sha2" alone */
 #endif
 #define KVPRIM_SUM vaddq_u32
 typedef uint32x4_t kvpi_words;
@@ -4764,6 +4764,7 @@ static kvpi_sha_fn *kvpi_sha_pick(void)
     kvpi_cpuid(1, r);
     return sha & r[2] >> 9 & r[2] >> 19 ? kvpi_sha_fast : kvpi_sha_portable; /* SSSE3, SSE4.1 */
 #elif defined(__ARM_FEATURE_SHA2)
+    (void)kvpi_sha_portable;
     return kvpi_sha_fast;
 #else
     return getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : kvpi_sha_portable; /* HWCAP_SHA2 */
