@@ -72,7 +72,9 @@
            >>impl_unpack
            >>impl_unpack_meta
            >>impl_keys_sha        SHA-256: portable, x86, ARM
-           >>impl_keys            >>impl_key_table
+           >>impl_keys            rules, requests under way, tokens as engines encode them
+           >>impl_keys_run        blocks hashed, of two requests at a time; checks
+           >>impl_key_table
 
    Rules that hold for every function here
        Errors     A function checks its descriptor before it moves the first byte. On an error it has written nothing,
@@ -5044,6 +5046,8 @@ static size_t kvpi_key_message(kvpi_chain *c)
     c->written++;
     return (size_t)(p - start);
 }
+
+/* >>impl_keys_run -------------------------------------------------------------------------------------------------- */
 
 /* A block's key is the parent of the next one. */
 KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c)

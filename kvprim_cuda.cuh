@@ -32,7 +32,8 @@
            >>impl_move_find       all other moves: parameters, where a row starts, `rejected`
            >>impl_move_kernels    ... once, any number, pipelined on few multiprocessors; short units over the link
            >>impl_convert_elements  elements in registers: decode, scale, encode
-           >>impl_convert_rows    gather and store of plain rows that convert
+           >>impl_convert_rows    gather and store of plain rows that convert: parameters, addresses, octets
+           >>impl_convert_kernels   their kernels
            >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
            >>impl_meta_kernel     the same for fragments whose descriptors the GPU reads
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
@@ -1770,6 +1771,8 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
             kvpc_store_octet(how, dst[m], uint2{out[m][0], out[m][1]});
 }
 
+/* >>impl_convert_kernels ------------------------------------------------------------------------------------------- */
+
 /* Stores rows whose scales are given, or none. Each thread moves an octet of each of `routes` routes. */
 template <kvprim_dtype from, bool int8, uint32_t routes>
 static __global__ void __launch_bounds__(kvpc_most_threads)
@@ -3144,14 +3147,14 @@ static uint32_t kvpc_row_bytes(const kvprim_side *side)
 }
 
 /* Of many rows with tiles that do not fill whole granules, the edges are fetched first, and so are those of scales,
-   unless each lies behind its head. */
+   unless each follows its head. */
 static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, const kvprim_move *v)
 {
     const kvprim_format &f = dst->format;
     const uint32_t scales = kvpc_scale_bytes(dst), row = kvpc_row_bytes(dst);
     const int64_t head = dst->piece_bytes + kvpi_dtype_bytes(f.scale_dtype);
     const bool inside = !f.scales && f.scale_offset == dst->piece_bytes * dst->table.heads;
-    const bool behind_heads = !f.scales && dst->table.heads > 1 && f.scale_offset == dst->piece_bytes &&
+    const bool follow_heads = !f.scales && dst->table.heads > 1 && f.scale_offset == dst->piece_bytes &&
                               f.scale_tile_stride == dst->table.head_stride && f.tile == dst->piece_bytes;
     const bool whole = (dst->table.stride | f.scale_offset) % kvpc_granule_bytes == 0, tiles = v && v->dst.format.dtype;
     const kvpc_route &a = p->route[0], &b = p->route[1];
@@ -3159,13 +3162,13 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
     if (tiles && (a.tile != b.tile || a.head != b.head || v->dst.format.scale_offset != f.scale_offset))
         return;
     p->edge_lanes = UINT32_MAX;
-    if (behind_heads && dst->table.head_stride == head && dst->table.heads * head <= dst->table.stride)
+    if (follow_heads && dst->table.head_stride == head && dst->table.heads * head <= dst->table.stride)
         p->edges = (uint32_t)(dst->table.heads * head);
-    else if (behind_heads)
+    else if (follow_heads)
         p->edges = (uint32_t)head, p->edge_lanes = (1u << p->lanes_shift) - 1;
     if (dst->table.heads == 1 && (!whole || inside))
         p->edges = row + (follows ? (uint32_t)v->row_bytes : 0);
-    if (!inside && !behind_heads)
+    if (!inside && !follow_heads)
         p->scale_edges = scales;
 }
 

@@ -442,7 +442,7 @@ enum kind {
     FROM_F16,
     FROM_F32,
     ROW,             /* e4m3, a scale computed for each row */
-    TOKEN_HEAD,      /* e4m3, one for each row and head, behind the head, by the inverse */
+    TOKEN_HEAD,      /* e4m3, one for each row and head, after the head, by the inverse */
     TOKEN_HEAD_INT8, /* the same of int8 */
     MLA,             /* 512 and 64 elements beside each other, with one scale */
     DS_MLA,
@@ -458,7 +458,7 @@ struct shape {
     int heads, head_elements;
     int64_t page_rows;
     convert_launch *vllm, *sglang;
-    int64_t pad = 0; /* bytes behind each head, of which the first 4 are its scale; K and V then share each page */
+    int64_t pad = 0; /* bytes after each head, of which the first 4 are its scale; K and V then share each page */
 
     bool latent() const
     {

@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(head_elements) vllm_token_head_kernel(const __
     const int64_t to = page * p.page_stride + row * p.row_stride + head * p.head_stride + threadIdx.x;
     p.k_cache[to] = __nv_cvt_float_to_fp8(k * (1.f / k_scale), __NV_SATFINITE, __NV_E4M3);
     p.v_cache[to] = __nv_cvt_float_to_fp8(v * (1.f / v_scale), __NV_SATFINITE, __NV_E4M3);
-    if (threadIdx.x == 0) { /* behind the head */
+    if (threadIdx.x == 0) { /* after the head */
         *reinterpret_cast<float *>(p.k_cache + to + head_elements) = k_scale;
         *reinterpret_cast<float *>(p.v_cache + to + head_elements) = v_scale;
     }
