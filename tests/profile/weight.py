@@ -37,7 +37,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
 BUDGETS = {'kvprim.h': Budget(5453, 0, 0), 'kvprim_cuda.cuh': Budget(5432, 97, 646),
-           'kvprim_nccl.h': Budget(5837, 80, 1272)}
+           'kvprim_nccl.h': Budget(5838, 80, 1272)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
