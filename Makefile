@@ -207,7 +207,8 @@ CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
 GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload build/11_compact build/15_rope_store \
     build/16_fp8 build/19_warp_copy
 GPU_TESTS = build/test_cuda build/test_cuda_debug build/02_kv_replay_cuda
-GPU_BENCHES = build/bench_cuda build/bench_paged build/bench_slots build/bench_unpack build/bench_layouts
+GPU_BENCHES = build/bench_step build/bench_cuda build/bench_paged build/bench_slots build/bench_unpack \
+    build/bench_layouts
 
 # CUPTI lies beside CUDA or in its own folder there. Not every installation of CUDA has it.
 CUPTI_PLACES = $(CUPTI_HOME) $(CUDA_PLACES) $(CUDA_PLACES:%=%/extras/CUPTI)
