@@ -415,7 +415,8 @@ named_architectures()
     PATH=$PWD/$build/tools:$PATH GPU= make -nB NVCC=nvcc lib examples >"$build/named" &&
         ! grep arch=native "$build/named" && grep 'libkvprim.so: .* sm_90 sm_100 (no GPU' "$build/named" &&
         grep 'code=sm_90 -gencode arch=compute_100,code=sm_100 .* -shared' "$build/named" &&
-        grep 'examples for a GPU: built for sm_90 (no GPU' "$build/named" || return 1
+        grep 'examples for a GPU: built for sm_90 (no GPU' "$build/named" &&
+        grep 'build/20_ring_unpack' "$build/named" && grep 'build/06_allreduce_mpi' "$build/named" || return 1
     PATH=$PWD/$build/tools:$PATH GPU='GPU 0: H200 (UUID: GPU-0)' make -nB NVCC=nvcc lib examples >"$build/named" &&
         grep 'arch=native .* -shared' "$build/named" && grep 'arch=native .*03_kv_store' "$build/named" &&
         ! grep 'sm_90\|no GPU' "$build/named"
