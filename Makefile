@@ -158,7 +158,7 @@ IN_BOTH = $(foreach part,emulated core collectives,'test sh tests/build/parts.sh
 IN_TEST = $(call parts,nccl callers) \
     'test MAKEFLAGS= make -s build/test_disk && build/test_disk' $(call parts,readme profile trace)
 IN_CHECK = $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix fuzzers systems compilers symbols \
-    callers_cuda pictures format) \
+    callers_cuda pictures documents format) \
     'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd'
 
 # What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
@@ -242,7 +242,9 @@ examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth build/0
 # cuda-* need one GPU. nccl-bench and nccl-limits need two or more. nccl-test takes all, or a single one for many ranks;
 # nccl-sanitize takes one.
 gpu-test:
-	$(call each,cuda-test nccl-test engine)
+	$(call each,cuda-test nccl-test engine documents)
+documents:
+	@sh tests/documents.sh gpu
 gpu-bench:
 	$(call each,cuda-bench convert-bench transfer-bench nccl-bench)
 sanitize:
@@ -435,6 +437,6 @@ build/bench_mismatch.o: tests/bench/bench_mismatch.cpp build/flags
 clean:
 	rm -rf build
 
-.PHONY: help examples example_engine lib clean ncu-compare weight-compare FORCE $(RUN)
+.PHONY: help examples example_engine documents lib clean ncu-compare weight-compare FORCE $(RUN)
 
 endif
