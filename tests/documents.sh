@@ -5,7 +5,7 @@
 # host: runs the commands in tests/documents.md that need no GPU, and searches for the words of each row in what they
 # print. gpu: searches in what targets have left in build/results/; one that failed left nothing, and said so itself.
 
-kept=build/documents passed=0 failed=0 skipped=0
+kept=build/document_rows passed=0 failed=0 skipped=0
 rm -rf $kept && mkdir -p $kept build/results || exit 1
 
 # print_for COMMAND: sets output to what it has printed, in its first run. Fails if that is not to be had here.
