@@ -43,10 +43,10 @@
        >>prefix      prefix compare
        >>format      element types and scales: FP8 and INT8 caches
        >>table       kvprim_table: rows, pages, heads; the index rule
-       >>preset      the caches of engines by name
        >>gather      >>store      >>slots      >>transfer      >>unpack      >>unpack_meta      >>copy
        >>keys        keys of blocks as engines compute them; a table of keys: the longest known prefix
        >>move        checked moves: check once, run often, several in one launch
+       >>layout      the caches of engines by name; a staging area for a slice of heads; moves as runs
        >>launch      how kvprim_cuda.cuh runs a call: stream, overlap with the kernel before, share of the GPU
        >>check       the checks alone
        >>impl_rows       where a row starts: index rule, page arithmetic; for kernels, too
@@ -65,7 +65,8 @@
            >>impl_cpu_move        the executor: `rejected`, zero fill, copies
            >>impl_cpu_blocks      conversion of a few elements
            >>impl_cpu_convert     the executor's loop for rows that convert; gather, store, transfer
-           >>impl_preset          caches of engines
+           >>impl_layout          caches of engines, the staging area
+           >>impl_runs            moves as runs
            >>impl_slots           page tables into slots
            >>impl_list            what copy and unpack share: whether any destination meets any source
            >>impl_copy
@@ -102,6 +103,7 @@
                                KVPRIM_STATIC overrides it
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
    KVPRIM_NO_KEYS              every translation unit or none: leaves out >>keys
+   KVPRIM_NO_LAYOUTS           every translation unit or none: leaves out >>layout
    KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. All items are
                                then sorted as >>copy says of the slowest check.
    KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
@@ -386,37 +388,6 @@ KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table table, int64_t row_byt
 
 /* Where row `row` (its first piece) starts, in a resolved table; 0 <= row < rows, which is not checked. */
 KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row);
-
-/* >>preset ---------------------------------------------------------------------------------------------------------
-
-   Caches whose rows hold quantised elements, scales and other elements in one tensor, by the engines' names. */
-typedef struct kvprim_preset {
-    kvprim_table k_cache, v_cache; /* k_cache.format points to k_format: copies of the tables need this structure.
-                                      v_cache.data is NULL if there is one part only */
-    kvprim_format k_format;
-    int64_t k_elements, v_elements; /* of a row: what is converted (K of a store), and what is copied as it is (V) */
-} kvprim_preset;
-
-/* Fills in *preset for a cache of `rows` rows in pages of page_rows at `data`, page_stride bytes from page to page (0:
-   packed):
-
-       "fp8_ds_mla"     DeepSeek V3.2 in vLLM 0.33: rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them,
-                        64 bf16. Scales are powers of two, 2^-13 or more; FlashMLA reads only such scales exactly
-       "fp8_ds_mla_sglang"  the same rows with SGLang's scales, any of 2^-126 or more; stored = x * (1 / scale). vLLM
-                        before July 2026 divided by such scales: set k_format.scale_inverse to 0
-       "fp8_ds_mla_v4"  DeepSeek V4: pages of rows of 576 bytes: 448 F8E4M3 and 64 bf16; then, for each row, 7 F8E8M0
-                        scales, of 64 elements each, and a byte that is not touched
-       "fp8_indexer"    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
-       "fp8_indexer_ue8m0"  the same with scales that are powers of two
-
-   In the last three, as in the engines, no scale is less than 1e-4 / 448.
-
-   A store then needs k of k_elements bf16, with a format that says so, and v of v_elements * 2 bytes (0: none) without.
-   Errors: NULL (name, preset), SIZE (rows or page_rows less than 1 or too large; page_stride less than a page's bytes),
-   ARGUMENT (an unknown name; the error lists the known ones). */
-KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows,
-                                                           int64_t page_rows, int64_t page_stride,
-                                                           kvprim_preset *preset);
 
 /* >>gather ---------------------------------------------------------------------------------------------------------
 
@@ -827,6 +798,85 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves
 
 /* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or if device_layers is set. */
 KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
+
+#ifndef KVPRIM_NO_LAYOUTS
+/* >>layout ---------------------------------------------------------------------------------------------------------
+
+   Caches of engines by name. A layout is the order of its dimensions, the slowest first: L layers, B pages, H heads, N
+   rows of a page, 2 for K and V, and C, the bytes of a head, which are last. So "LB2NHC" is [layer][page][K, V][row]
+   [head][bytes]. Without 2, each head is K and then V. Any order is a name, so vLLM's six are ("LBHNC", "BLNHC", ...).
+   examples/LAYOUTS.md lists the other names: flashinfer_, sglang_, trtllm, dynamo_, and LMCache's.
+
+   Caches whose rows hold quantised elements, scales and other elements, which a store takes as K and V:
+
+       fp8_ds_mla     DeepSeek V3.2 in vLLM 0.33: rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them,
+                      64 bf16. Scales are powers of two, 2^-13 or more; FlashMLA reads only such scales exactly
+       fp8_ds_mla_sglang  the same rows with SGLang's scales, any of 2^-126 or more; stored = x * (1 / scale). vLLM
+                      before July 2026 divided by such scales: set k_format.scale_inverse to 0
+       fp8_ds_mla_v4  DeepSeek V4: pages of rows of 576 bytes: 448 F8E4M3 and 64 bf16; then, for each row, 7 F8E8M0
+                      scales, of 64 elements each, and a byte that is not touched
+       fp8_ds_mla_v41  DeepSeek V4.1: pages of rows of 512 F8E4M3; then, for each row, 16 F8E8M0 scales
+       fp8_indexer    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
+       fp8_indexer_ue8m0  the same with scales that are powers of two
+
+   In the last four, as in the engines, no scale is less than 1e-4 / 448. A store needs k of k_elements bf16, with a
+   format that says so, and v of v_elements * 2 bytes (0: none) without. */
+typedef struct kvprim_layout_sizes {
+    void *data;               /* byte 0; NULL: the tables have no data, but all else is known */
+    int64_t rows, page_rows;  /* of a layer; of a page. The last page need not be full */
+    int64_t page_stride;      /* page to page; 0: packed */
+    int64_t k_bytes, v_bytes; /* of a row with all its heads; v_bytes 0: no V, as with MLA. Both 0 if quantised */
+    int32_t layers, heads;    /* 0 means 1 */
+} kvprim_layout_sizes;
+
+typedef struct kvprim_layout {
+    kvprim_table k_cache, v_cache; /* layer 0. If quantised, k_cache.format points to k_format: copies of the tables
+                                      need this structure */
+    kvprim_format k_format;
+    int64_t k_elements, v_elements;         /* of a row, if quantised: what is converted, and what is copied */
+    int64_t k_bytes, v_bytes;               /* of a row's elements in the cache: the row_bytes of its transfers */
+    int64_t k_layer_stride, v_layer_stride; /* of transfers. If layers are tensors of their own, give transfers an
+                                               array of pointers instead, V's v_offset after K's in the same tensor */
+    int64_t v_offset;                       /* from data to V: the bytes of K, if the order begins with 2. Then V may
+                                               have memory of its own: set v_cache.data */
+    int64_t bytes;                          /* of the memory at data, with V and all layers */
+    int32_t layers, reserved;
+} kvprim_layout;
+
+/* Fills in *layout. Errors: NULL (name, sizes, layout), SIZE (no rows, page_rows or bytes, less than 0, heads that do
+   not divide a row, page_stride less than a page, more than memory has), ARGUMENT (an unknown name; heads or bytes of
+   a quantised cache). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_layout_find(const char *name, const kvprim_layout_sizes *sizes,
+                                                           kvprim_layout *layout);
+
+/* Hands rows, in all layers and of some heads, to a rank that has other heads, pages or another layout, through one
+   staging area on each side: [layer][K, V][row][head][bytes], whatever the caches are. So either rank plans alone, the
+   area is one run (a layer, too) where a cache has one for each piece, and transfers pack and unpack it. */
+typedef struct kvprim_pack_desc {
+    const kvprim_layout *cache;  /* of this rank, without a format */
+    int32_t head, heads;         /* of this cache; heads 0: all from `head` on. Of the two ranks the same heads */
+    const void *slot;            /* row i of the area is row slot[i] of the cache: see >>slots. Rows out of range */
+    kvprim_index_type slot_type; /* ... are skipped, here and there */
+    int64_t count;
+    void *staging; /* NULL: only `bytes` is of use */
+    int64_t staging_bytes;
+} kvprim_pack_desc;
+
+typedef struct kvprim_pack {
+    kvprim_transfer_desc pack[2], unpack[2]; /* cache to area, area to cache: K, V. count is 0 if there is no V */
+    int64_t bytes;                           /* of the area */
+} kvprim_pack;
+
+/* Errors: NULL (desc, plan, cache), SIZE (count, heads, staging_bytes), ARGUMENT (a format). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan);
+
+/* Lists what n moves copy, for NIXL, Mooncake, UCX, cudaMemcpyBatchAsync or kvprim_copy, row by row. Rows that follow
+   each other on both sides, their heads and layers, and then items, become one item as far as there are no gaps. src
+   NULL: zeros, of a gather. Indices and layers must be host memory; *rejected is left alone. Writes at most `max` items
+   and returns how many there are, or -1. Errors: NULL (moves, items), UNSUPPORTED (rows that convert, device layers,
+   heads of other sizes on both sides where neither divides the other). */
+KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_item *items, int64_t max);
+#endif
 
 /* >>launch --------------------------------------------------------------------------------------------------------- */
 
@@ -1324,7 +1374,6 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
         return sizeof(name);
     KVPRIM_SIZE(kvprim_table, 80)
     KVPRIM_SIZE(kvprim_format, 104)
-    KVPRIM_SIZE(kvprim_preset, 280)
     KVPRIM_SIZE(kvprim_gather_desc, 224)
     KVPRIM_SIZE(kvprim_store_desc, 392)
     KVPRIM_SIZE(kvprim_slots_desc, 136)
@@ -1343,6 +1392,12 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
     KVPRIM_SIZE(kvprim_side, 264)
     KVPRIM_SIZE(kvprim_move_names, 48)
     KVPRIM_SIZE(kvprim_move, 576)
+#ifndef KVPRIM_NO_LAYOUTS
+    KVPRIM_SIZE(kvprim_layout_sizes, 56)
+    KVPRIM_SIZE(kvprim_layout, 336)
+    KVPRIM_SIZE(kvprim_pack_desc, 56)
+    KVPRIM_SIZE(kvprim_pack, 1256)
+#endif
     KVPRIM_SIZE(kvprim_cuda_launch, 24)
 #undef KVPRIM_SIZE
     return 0;
@@ -3845,7 +3900,8 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
     return kvpi_run_moves(kvprim_transfer_moves(desc, &m), &m, 1);
 }
 
-/* >>impl_preset ---------------------------------------------------------------------------------------------------- */
+#ifndef KVPRIM_NO_LAYOUTS
+/* >>impl_layout ---------------------------------------------------------------------------------------------------- */
 
 /* What the caches hold. scale_stride: from one row's scales to the next after all rows of a page; 0: they lie in the
    row. scale_min: except in rows of 656 bytes, engines take a tile's largest magnitude as 1e-4 at least. */
@@ -3857,53 +3913,302 @@ typedef struct kvpi_preset {
     float scale_min;
 } kvpi_preset;
 
-KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows, int64_t page_rows,
-                                            int64_t page_stride, kvprim_preset *preset)
+/* Writes the order that a name stands for, with a 2. Returns 0 if there is none. */
+static int kvpi_find_order(const char *name, char order[8])
+{
+    static const char names[] =
+        " flashinfer_nhd=LB2NHC flashinfer_hnd=LB2HNC flashinfer_nhd_split=2LBNHC flashinfer_hnd_split=2LBHNC "
+        "sglang_mha=2LBNHC sglang_layer_first=2LBNHC sglang_page_first=2BNLHC sglang_page_first_direct=2BLNHC "
+        "sglang_page_head=2BHNLC sglang_page_unified=BHL2NC trtllm=BL2HNC dynamo_operational_nhd=BL2NHC "
+        "dynamo_operational_hnd=BL2HNC dynamo_universal=BHL2NC KV_2LTD=B2LNHC KV_2TD=LB2NHC KV_T2D=LBN2HC "
+        "KV_MLA_FMT=BLNH2C NB_NL_TWO_BS_NH_HS=BL2NHC NB_NL_TWO_NH_BS_HS=BL2HNC NL_X_TWO_NB_BS_NH_HS=L2BNHC "
+        "NL_X_TWO_NB_NH_BS_HS=L2BHNC NL_X_NB_TWO_BS_NH_HS=LB2NHC NL_X_NB_TWO_NH_BS_HS=LB2HNC NL_X_NB_BS_HS=LBNH2C "
+        "NL_X_NB_NH_BS_TWO_HS=LBHN2C NL_X_NB_BS_NH_TWO_HS=LBNH2C NL_X_NB_NH_BS_CS=LBHN2C NL_X_NB_BS_NH_CS=LBNH2C "
+        "NL_X_NBBS_ONE_HS=LBNH2C TWO_X_NL_X_NBBS_NH_HS=2LBNHC TWO_X_NL_X_NB_BS_NH_HS=2LBNHC ";
+    char key[32];
+    const char *const found = snprintf(key, sizeof key, " %s=", name) < (int)sizeof key ? strstr(names, key) : NULL;
+    (void)snprintf(order, 8, "%.6s", found ? found + strlen(key) : name);
+    if (strlen(order) == 5 && order[4] == 'C') /* K and V in one head */
+        memcpy(order + 4, "2C", 3);
+    int known = strlen(order) == 6 && order[5] == 'C' && (found || strlen(name) <= 6);
+    for (const char *letter = "LBHN2"; *letter; letter++)
+        known &= strchr(order, *letter) != NULL;
+    return known;
+}
+
+/* The strides of K and V, from the fastest dimension to the slowest. */
+static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_sizes *z, kvprim_layout *o)
+{
+    kvprim_table *const k = &o->k_cache, *const v = &o->v_cache;
+    const int64_t steps[] = {z->heads, z->page_rows, (z->rows - 1) / z->page_rows + 1, z->layers};
+    int64_t *const strides[2][4] = {{&k->head_stride, &k->stride, &k->page_stride, &o->k_layer_stride},
+                                    {&v->head_stride, &v->stride, &v->page_stride, &o->v_layer_stride}};
+    uint64_t size[2] = {(uint64_t)(z->k_bytes / z->heads), (uint64_t)(z->v_bytes / z->heads)};
+    for (const char *at = order + 5; at-- > order;) {
+        const uint64_t most = size[0] > size[1] ? size[0] : size[1];
+        if (*at == '2') {
+            o->v_offset = (int64_t)size[0];
+            size[0] = size[1] = kvpi_add(size[0], size[1]);
+            continue;
+        }
+        if (*at == 'B' && z->page_stride) {
+            if ((uint64_t)z->page_stride < most)
+                return kvprim_fail(KVPRIM_ERROR_SIZE,
+                                   "kvprim_layout_find: page_stride is %lld, less than a page's bytes, %llu",
+                                   (long long)z->page_stride, (unsigned long long)most);
+            size[0] = size[1] = (uint64_t)z->page_stride;
+        }
+        const size_t dimension = (size_t)(strchr("HNBL", *at) - "HNBL");
+        for (int part = 0; part < 2; part++) {
+            *strides[part][dimension] = (int64_t)size[part];
+            size[part] = kvpi_mul(size[part], (uint64_t)steps[dimension]);
+        }
+    }
+    o->bytes = (int64_t)size[0];
+    if (size[0] >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: rows is %lld, too large", (long long)z->rows);
+    return KVPRIM_OK;
+}
+
+static void kvpi_set_quantised(const kvpi_preset *p, int64_t page_rows, kvprim_layout *o)
+{
+    kvprim_format *const f = &o->k_format;
+    f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
+    f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
+    f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : p->converted;
+    f->scale_inverse = p->inverse, f->scale_stride = p->scale_stride; /* 0: the row's */
+    o->k_cache.format = f, o->k_cache.stride = o->v_cache.stride = p->row_bytes;
+    o->k_elements = p->converted, o->v_elements = p->copied;
+    o->k_bytes = p->converted, o->v_bytes = 2 * p->copied;
+    o->v_offset = p->row_bytes - o->v_bytes, o->v_layer_stride = o->k_layer_stride;
+}
+
+KVPRIM_API kvprim_status kvprim_layout_find(const char *name, const kvprim_layout_sizes *sizes, kvprim_layout *layout)
 {
     static const kvpi_preset presets[] = {
         {"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 1, 0, 1e-4f},
         {"fp8_ds_mla_sglang", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 1, 0},
         {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f},
+        {"fp8_ds_mla_v41", 512, 0, 32, 512, 16, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f},
         {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 0, 2.23214286e-07f},
         {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 0, 2.23214286e-07f}};
     const kvpi_preset *p = NULL;
-    if (!name || !data || !preset)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL",
-                           !name   ? "name"
-                           : !data ? "data"
-                                   : "preset");
+    char order[8];
+    const char *const null = !name ? "name" : !sizes ? "sizes" : !layout ? "layout" : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_layout_find: %s is NULL", null);
+    kvprim_layout_sizes z = *sizes;
+    z.layers += z.layers == 0, z.heads += z.heads == 0;
     for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
         p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
-    if (!p)
+    if (!kvpi_find_order(p ? "LBNHC" : name, order))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_preset_find: no preset is called '%.64s': there are %s, %s, %s, %s and %s", name,
-                           presets[0].name, presets[1].name, presets[2].name, presets[3].name, presets[4].name);
-    if (rows < 1 || page_rows < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: %s is %lld, less than 1",
-                           rows < 1 ? "rows" : "page_rows", (long long)(rows < 1 ? rows : page_rows));
-    const uint64_t page = kvpi_mul((uint64_t)page_rows, (uint64_t)(p->row_bytes + p->scale_stride));
-    if (page >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: page_rows is %lld, too large", (long long)page_rows);
-    if (page_stride != 0 && page_stride < (int64_t)page)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: page_stride is %lld, less than a page's bytes, %llu",
-                           (long long)page_stride, (unsigned long long)page);
-    memset(preset, 0, sizeof *preset);
-    kvprim_format *const f = &preset->k_format;
-    kvprim_table *const k = &preset->k_cache, *const v = &preset->v_cache;
-    f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
-    f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
-    f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : p->converted;
-    f->scale_inverse = p->inverse, f->scale_stride = p->scale_stride; /* 0: the row's */
-    k->data = data, k->rows = rows, k->stride = p->row_bytes;
-    k->page_rows = page_rows, k->page_stride = page_stride ? page_stride : (int64_t)page;
-    if (p->copied) {
-        *v = *k;
-        v->data = (char *)data + p->row_bytes - 2 * p->copied;
-    }
-    k->format = f;
-    preset->k_elements = p->converted, preset->v_elements = p->copied;
+                           "kvprim_layout_find: '%.64s' is neither a name of >>layout nor an order of LBHN2C", name);
+    if (p && (z.k_bytes || z.v_bytes || z.heads != 1))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "kvprim_layout_find: '%s' has its own k_bytes, v_bytes and heads, not %lld, %lld and %d",
+                           name, (long long)z.k_bytes, (long long)z.v_bytes, (int)z.heads);
+    z.k_bytes = p ? p->row_bytes + p->scale_stride : z.k_bytes;
+    const kvpi_number fields[] = {
+        {"rows", z.rows},       {"page_rows", z.page_rows}, {"layers", z.layers},          {"heads", z.heads},
+        {"k_bytes", z.k_bytes}, {"v_bytes", z.v_bytes},     {"page_stride", z.page_stride}};
+    for (int k = 0; k < 7; k++)
+        if (fields[k].value < (k < 5))
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: %s is %lld, less than %d", fields[k].field,
+                               (long long)fields[k].value, k < 5);
+    if (z.k_bytes % z.heads || z.v_bytes % z.heads)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: heads is %d, but k_bytes %lld and v_bytes %lld",
+                           (int)z.heads, (long long)z.k_bytes, (long long)z.v_bytes);
+    memset(layout, 0, sizeof *layout);
+    kvprim_table *const k = &layout->k_cache, *const v = &layout->v_cache;
+    k->data = z.data, k->rows = z.rows, k->page_rows = z.page_rows, k->heads = z.heads;
+    *v = *k;
+    layout->k_bytes = z.k_bytes, layout->v_bytes = z.v_bytes, layout->layers = z.layers;
+    KVPRIM_TRY(kvpi_set_strides(order, &z, layout));
+    if (p)
+        kvpi_set_quantised(p, z.page_rows, layout);
+    v->data = z.data ? (char *)z.data + layout->v_offset : NULL;
+    if (layout->v_bytes == 0)
+        memset(v, 0, sizeof *v), layout->v_offset = layout->v_layer_stride = 0;
     return KVPRIM_OK;
 }
+
+KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan)
+{
+    const char *const null = !desc ? "desc" : !plan ? "plan" : !desc->cache ? "cache" : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_pack_plan: %s is NULL", null);
+    const kvprim_layout *const c = desc->cache;
+    const int64_t all = c->k_cache.heads > 1 ? c->k_cache.heads : 1;
+    const int64_t heads = desc->heads ? desc->heads : all - desc->head;
+    if (c->k_cache.format || c->v_cache.format)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "kvprim_pack_plan: cache has a format: describe its bytes by an order");
+    if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d",
+                           (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all);
+    kvprim_layout_sizes sizes;
+    kvprim_layout area;
+    memset(&sizes, 0, sizeof sizes);
+    memset(plan, 0, sizeof *plan);
+    sizes.data = desc->staging, sizes.rows = sizes.page_rows = desc->count + (desc->count == 0);
+    sizes.k_bytes = c->k_bytes / all * heads, sizes.v_bytes = c->v_bytes / all * heads;
+    sizes.layers = c->layers, sizes.heads = (int32_t)heads;
+    KVPRIM_TRY(kvprim_layout_find("LB2NHC", &sizes, &area));
+    plan->bytes = desc->count ? area.bytes : 0;
+    if (desc->staging && desc->staging_bytes < plan->bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %lld",
+                           (long long)desc->staging_bytes, (long long)plan->bytes);
+    for (int part = 0; part < 2; part++) {
+        kvprim_transfer_desc *const t = &plan->pack[part], *const u = &plan->unpack[part];
+        t->row_bytes = u->row_bytes = part ? sizes.v_bytes : sizes.k_bytes;
+        t->count = u->count = t->row_bytes ? desc->count : 0, t->layers = u->layers = area.layers;
+        t->dst = u->src = part ? area.v_cache : area.k_cache;
+        t->dst_layer_stride = u->src_layer_stride = area.k_layer_stride;
+        t->src = part ? c->v_cache : c->k_cache;
+        t->src.heads = sizes.heads;
+        if (t->src.data)
+            t->src.data = (char *)t->src.data + desc->head * t->src.head_stride;
+        u->dst = t->src;
+        t->src_layer_stride = u->dst_layer_stride = part ? c->v_layer_stride : c->k_layer_stride;
+        t->src_index = u->dst_index = desc->slot;
+        t->src_index_type = u->dst_index_type = desc->slot_type;
+    }
+    return KVPRIM_OK;
+}
+
+/* >>impl_runs ------------------------------------------------------------------------------------------------------ */
+
+/* Rows at equal distances, from the first byte of a layer; `zero`: they have no source, and `from` is `to`. */
+typedef struct kvpi_box {
+    int64_t from, to, rows, bytes;
+    int zero;
+    struct {
+        int64_t n, from, to; /* steps, and bytes of each: rows, heads (two), layers */
+    } strides[4];
+} kvpi_box;
+
+typedef struct kvpi_run_list {
+    const kvprim_move *move;
+    kvprim_copy_item *items, last;
+    int64_t count, max;
+    kvpi_box box; /* not yet listed, as the next may join it; rows 0: none */
+} kvpi_run_list;
+
+/* Leaves out the strides that have no gaps. Returns whether one run is left of each layer. */
+static int kvpi_join_strides(kvpi_box *b)
+{
+    for (int k = 0; k < 4; k++)
+        if (b->strides[k].n > 1 && b->strides[k].from == b->bytes && b->strides[k].to == b->bytes) {
+            b->bytes *= b->strides[k].n, b->strides[k].n = 1;
+            k = -1; /* another may have no gaps now */
+        }
+    return b->strides[0].n * b->strides[1].n * b->strides[2].n == 1;
+}
+
+KVPRIM_INLINE void kvpi_add_run(kvpi_run_list *l, const char *from, char *to, uint64_t bytes)
+{
+    const kvprim_copy_item *const last = &l->last;
+    if (l->count > 0 && (char *)last->dst + last->bytes == to && !from == !last->src &&
+        (!from || (const char *)last->src + last->bytes == from))
+        l->last.bytes += bytes;
+    else
+        l->last.src = from, l->last.dst = to, l->last.bytes = bytes, l->count++;
+    if (l->count <= l->max)
+        l->items[l->count - 1] = l->last;
+}
+
+static void kvpi_list_box(kvpi_run_list *l)
+{
+    kvpi_box *const b = &l->box;
+    (void)kvpi_join_strides(b);
+    for (int64_t i = 0; b->rows && i < b->strides[0].n; i++)
+        for (int64_t j = 0; j < b->strides[1].n; j++)
+            for (int64_t k = 0; k < b->strides[2].n; k++) {
+                const int64_t from = b->from + i * b->strides[0].from + j * b->strides[1].from + k * b->strides[2].from;
+                const int64_t to = b->to + i * b->strides[0].to + j * b->strides[1].to + k * b->strides[2].to;
+                for (int64_t layer = 0; layer < b->strides[3].n; layer++)
+                    kvpi_add_run(l, b->zero ? NULL : kvprim_side_layer(&l->move->src, layer) + from,
+                                 kvprim_side_layer(&l->move->dst, layer) + to, (uint64_t)b->bytes);
+            }
+    b->rows = 0;
+}
+
+/* Joins rows to the box before, or lists that first. */
+static void kvpi_add_box(kvpi_run_list *l, kvpi_box *b)
+{
+    const kvprim_side *const d = &l->move->dst, *const s = b->zero ? d : &l->move->src;
+    const int s_fine = s->piece_bytes <= d->piece_bytes, d_fine = d->piece_bytes <= s->piece_bytes;
+    const int64_t piece = s_fine ? s->piece_bytes : d->piece_bytes, ratio = (s_fine ? d : s)->piece_bytes / piece;
+    const kvpi_box box = {b->from,
+                          b->to,
+                          b->rows,
+                          piece,
+                          b->zero,
+                          {{b->rows, s->table.stride, d->table.stride},
+                           {s_fine ? d->table.heads : s->table.heads, s->table.head_stride * (s_fine ? ratio : 1),
+                            d->table.head_stride * (d_fine ? ratio : 1)},
+                           {ratio, s_fine ? s->table.head_stride : piece, d_fine ? d->table.head_stride : piece},
+                           {l->move->layers, s->layers ? -1 : s->layer_stride, d->layers ? -1 : d->layer_stride}}};
+    kvpi_box *const before = &l->box;
+    *b = box;
+    if (kvpi_join_strides(b) && before->rows &&
+        before->strides[0].n * before->strides[1].n * before->strides[2].n == 1 && before->zero == b->zero &&
+        before->strides[3].n == b->strides[3].n && before->to + before->bytes == b->to &&
+        before->from + before->bytes == b->from) {
+        before->bytes += b->bytes;
+        return;
+    }
+    kvpi_list_box(l);
+    *before = *b;
+}
+
+static kvprim_status kvpi_list_move(const kvprim_move *m, kvpi_run_list *l)
+{
+    const int64_t s_piece = m->src.piece_bytes, d_piece = m->dst.piece_bytes;
+    kvpi_box now;
+    now.rows = 0;
+    l->move = m;
+    if (m->count == 0)
+        return KVPRIM_OK;
+    if (m->dst.format.dtype || m->dst.device_layers || m->src.device_layers || (s_piece % d_piece && d_piece % s_piece))
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "kvprim_runs: a move of %s %s", m->names->function,
+                           m->dst.format.dtype ? "converts rows" : "has device layers, or heads that share no piece");
+    for (int64_t i = 0; i < m->count; i++) {
+        int past = 0;
+        const int64_t d = kvpi_find_number(&m->dst, i, &past), s = kvpi_find_number(&m->src, i, &past);
+        if (d < 0 || (s < 0 && !m->zero))
+            continue;
+        const int64_t to = kvpi_row_offset(&m->dst, d), from = s < 0 ? to : kvpi_row_offset(&m->src, s);
+        const int64_t stride = s < 0 ? m->dst.table.stride : m->src.table.stride;
+        if (now.rows && now.zero == (s < 0) && to == now.to + now.rows * m->dst.table.stride &&
+            from == now.from + now.rows * stride) {
+            now.rows++;
+            continue;
+        }
+        if (now.rows)
+            kvpi_add_box(l, &now);
+        now.from = from, now.to = to, now.rows = 1, now.zero = s < 0;
+    }
+    if (now.rows)
+        kvpi_add_box(l, &now);
+    kvpi_list_box(l);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_item *items, int64_t max)
+{
+    kvpi_run_list list;
+    memset(&list, 0, sizeof list);
+    list.items = items, list.max = max;
+    kvprim_status status = KVPRIM_OK;
+    if ((!moves && n > 0) || (!items && max > 0))
+        status = kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_runs: %s is NULL", !moves && n > 0 ? "moves" : "items");
+    for (size_t k = 0; status == KVPRIM_OK && k < n; k++)
+        status = kvpi_list_move(&moves[k], &list);
+    return status == KVPRIM_OK ? list.count : -1;
+}
+#endif /* KVPRIM_NO_LAYOUTS */
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
