@@ -4088,10 +4088,14 @@ typedef struct kvpi_box {
     } strides[4];
 } kvpi_box;
 
-typedef struct kvpi_run_list {
-    const kvprim_move *move;
+typedef struct kvpi_runs {
     kvprim_copy_item *items, last;
     int64_t count, max;
+} kvpi_runs;
+
+typedef struct kvpi_run_list {
+    kvpi_runs runs;
+    const kvprim_move *move;
     kvpi_box box; /* not yet listed, as the next may join it; rows 0: none */
 } kvpi_run_list;
 
@@ -4106,7 +4110,7 @@ static int kvpi_join_strides(kvpi_box *b)
     return b->strides[0].n * b->strides[1].n * b->strides[2].n == 1;
 }
 
-KVPRIM_INLINE void kvpi_add_run(kvpi_run_list *l, const char *from, char *to, uint64_t bytes)
+KVPRIM_INLINE void kvpi_add_run(kvpi_runs *l, const char *from, char *to, uint64_t bytes)
 {
     const kvprim_copy_item *const last = &l->last;
     if (l->count > 0 && (char *)last->dst + last->bytes == to && !from == !last->src &&
@@ -4122,16 +4126,19 @@ static void kvpi_list_box(kvpi_run_list *l)
 {
     kvpi_box *const b = &l->box;
     (void)kvpi_join_strides(b);
-    for (int64_t i = 0; b->rows && i < b->strides[0].n; i++)
+    const kvprim_side src = l->move->src, dst = l->move->dst;
+    kvpi_runs runs = l->runs; /* copies, as items are written between: they could be the same memory */
+    const int64_t layers = b->rows ? b->strides[3].n : 0;
+    for (int64_t i = 0; i < b->strides[0].n; i++)
         for (int64_t j = 0; j < b->strides[1].n; j++)
             for (int64_t k = 0; k < b->strides[2].n; k++) {
                 const int64_t from = b->from + i * b->strides[0].from + j * b->strides[1].from + k * b->strides[2].from;
                 const int64_t to = b->to + i * b->strides[0].to + j * b->strides[1].to + k * b->strides[2].to;
-                for (int64_t layer = 0; layer < b->strides[3].n; layer++)
-                    kvpi_add_run(l, b->zero ? NULL : kvprim_side_layer(&l->move->src, layer) + from,
-                                 kvprim_side_layer(&l->move->dst, layer) + to, (uint64_t)b->bytes);
+                for (int64_t layer = 0; layer < layers; layer++)
+                    kvpi_add_run(&runs, b->zero ? NULL : kvprim_side_layer(&src, layer) + from,
+                                 kvprim_side_layer(&dst, layer) + to, (uint64_t)b->bytes);
             }
-    b->rows = 0;
+    l->runs = runs, b->rows = 0;
 }
 
 /* Joins rows to the box before, or lists that first. */
@@ -4200,13 +4207,13 @@ KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_i
 {
     kvpi_run_list list;
     memset(&list, 0, sizeof list);
-    list.items = items, list.max = max;
+    list.runs.items = items, list.runs.max = max;
     kvprim_status status = KVPRIM_OK;
     if ((!moves && n > 0) || (!items && max > 0))
         status = kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_runs: %s is NULL", !moves && n > 0 ? "moves" : "items");
     for (size_t k = 0; status == KVPRIM_OK && k < n; k++)
         status = kvpi_list_move(&moves[k], &list);
-    return status == KVPRIM_OK ? list.count : -1;
+    return status == KVPRIM_OK ? list.runs.count : -1;
 }
 #endif /* KVPRIM_NO_LAYOUTS */
 
