@@ -807,16 +807,16 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
    [head][bytes]. Without 2, each head is K and then V. Any order is a name, so vLLM's six are ("LBHNC", "BLNHC", ...).
    examples/LAYOUTS.md lists the other names: flashinfer_, sglang_, trtllm, dynamo_, and LMCache's.
 
-   Caches whose rows hold quantised elements, scales and other elements, which a store takes as K and V:
+   Caches whose rows hold quantised elements (K of a store), scales, and elements that are copied (V):
 
-       fp8_ds_mla     DeepSeek V3.2 in vLLM 0.33: rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them,
-                      64 bf16. Scales are powers of two, 2^-13 or more; FlashMLA reads only such scales exactly
-       fp8_ds_mla_sglang  the same rows with SGLang's scales, any of 2^-126 or more; stored = x * (1 / scale). vLLM
-                      before July 2026 divided by such scales: set k_format.scale_inverse to 0
-       fp8_ds_mla_v4  DeepSeek V4: pages of rows of 576 bytes: 448 F8E4M3 and 64 bf16; then, for each row, 7 F8E8M0
-                      scales, of 64 elements each, and a byte that is not touched
-       fp8_ds_mla_v41  DeepSeek V4.1: pages of rows of 512 F8E4M3; then, for each row, 16 F8E8M0 scales
-       fp8_indexer    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
+       fp8_ds_mla         DeepSeek V3.2 in vLLM 0.33, rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them,
+                          64 bf16. Scales are powers of two, 2^-13 or more; FlashMLA reads only such scales exactly
+       fp8_ds_mla_sglang  the same with SGLang's scales, any of 2^-126 or more; stored = x * (1 / scale). vLLM before
+                          July 2026 divided by such scales: set k_format.scale_inverse to 0
+       fp8_ds_mla_v4      DeepSeek V4, pages of rows of 448 F8E4M3 and 64 bf16; then 7 F8E8M0 scales for each row, of 64
+                          elements each, and a byte that is not touched
+       fp8_ds_mla_v41     DeepSeek V4.1, pages of rows of 512 F8E4M3; then 16 F8E8M0 scales for each row
+       fp8_indexer        DeepSeek's indexer, pages of rows of 128 F8E4M3; then an fp32 scale for each row
        fp8_indexer_ue8m0  the same with scales that are powers of two
 
    In the last four, as in the engines, no scale is less than 1e-4 / 448. A store needs k of k_elements bf16, with a
@@ -830,15 +830,13 @@ typedef struct kvprim_layout_sizes {
 } kvprim_layout_sizes;
 
 typedef struct kvprim_layout {
-    kvprim_table k_cache, v_cache; /* layer 0. If quantised, k_cache.format points to k_format: copies of the tables
-                                      need this structure */
+    kvprim_table k_cache, v_cache; /* layer 0. A quantised k_cache.format points to k_format: keep this structure */
     kvprim_format k_format;
     int64_t k_elements, v_elements;         /* of a row, if quantised: what is converted, and what is copied */
     int64_t k_bytes, v_bytes;               /* of a row's elements in the cache: the row_bytes of its transfers */
     int64_t k_layer_stride, v_layer_stride; /* of transfers. If layers are tensors of their own, give transfers an
                                                array of pointers instead, V's v_offset after K's in the same tensor */
-    int64_t v_offset;                       /* from data to V: the bytes of K, if the order begins with 2. Then V may
-                                               have memory of its own: set v_cache.data */
+    int64_t v_offset;                       /* from data to V. After an order with 2 first V may lie elsewhere, too */
     int64_t bytes;                          /* of the memory at data, with V and all layers */
     int32_t layers, reserved;
 } kvprim_layout;
@@ -849,9 +847,9 @@ typedef struct kvprim_layout {
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_layout_find(const char *name, const kvprim_layout_sizes *sizes,
                                                            kvprim_layout *layout);
 
-/* Hands rows, in all layers and of some heads, to a rank that has other heads, pages or another layout, through one
-   staging area on each side: [layer][K, V][row][head][bytes], whatever the caches are. So either rank plans alone, the
-   area is one run (a layer, too) where a cache has one for each piece, and transfers pack and unpack it. */
+/* Hands rows, all layers and some heads of them, to a rank with other heads, pages or another layout, by an area on
+   each side: [layer][K, V][row][head][bytes], whatever the caches are. So each rank plans alone, the area (or a layer)
+   is one run, where a cache has one for each piece, and transfers pack and unpack it. */
 typedef struct kvprim_pack_desc {
     const kvprim_layout *cache;  /* of this rank, without a format */
     int32_t head, heads;         /* of this cache; heads 0: all from `head` on. Of the two ranks the same heads */
@@ -4042,8 +4040,7 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
     const int64_t all = c->k_cache.heads > 1 ? c->k_cache.heads : 1;
     const int64_t heads = desc->heads ? desc->heads : all - desc->head;
     if (c->k_cache.format || c->v_cache.format)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_pack_plan: cache has a format: describe its bytes by an order");
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_pack_plan: cache has a format: find it by an order");
     if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d",
                            (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all);
@@ -4079,24 +4076,20 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
 
 /* >>impl_runs ------------------------------------------------------------------------------------------------------ */
 
+typedef struct kvpi_stride {
+    int64_t n, from, to; /* steps, and bytes of each on either side */
+} kvpi_stride;
+
 /* Rows at equal distances, from the first byte of a layer; `zero`: they have no source, and `from` is `to`. */
 typedef struct kvpi_box {
     int64_t from, to, rows, bytes;
-    int zero;
-    struct {
-        int64_t n, from, to; /* steps, and bytes of each: rows, heads (two), layers */
-    } strides[4];
+    int zero, whole;        /* whole: one run of each layer */
+    kvpi_stride strides[4]; /* rows, heads (two), layers */
 } kvpi_box;
 
-typedef struct kvpi_runs {
+typedef struct kvpi_run_list {
     kvprim_copy_item *items, last;
     int64_t count, max;
-} kvpi_runs;
-
-typedef struct kvpi_run_list {
-    kvpi_runs runs;
-    const kvprim_move *move;
-    kvpi_box box; /* not yet listed, as the next may join it; rows 0: none */
 } kvpi_run_list;
 
 /* Leaves out the strides that have no gaps. Returns whether one run is left of each layer. */
@@ -4110,96 +4103,86 @@ static int kvpi_join_strides(kvpi_box *b)
     return b->strides[0].n * b->strides[1].n * b->strides[2].n == 1;
 }
 
-KVPRIM_INLINE void kvpi_add_run(kvpi_runs *l, const char *from, char *to, uint64_t bytes)
+static void kvpi_list_box(const kvprim_move *m, kvpi_box *b, kvpi_run_list *list)
 {
-    const kvprim_copy_item *const last = &l->last;
-    if (l->count > 0 && (char *)last->dst + last->bytes == to && !from == !last->src &&
-        (!from || (const char *)last->src + last->bytes == from))
-        l->last.bytes += bytes;
-    else
-        l->last.src = from, l->last.dst = to, l->last.bytes = bytes, l->count++;
-    if (l->count <= l->max)
-        l->items[l->count - 1] = l->last;
-}
-
-static void kvpi_list_box(kvpi_run_list *l)
-{
-    kvpi_box *const b = &l->box;
+    const kvprim_side src = m->src, dst = m->dst; /* copies: for the compiler, items could be the same memory */
+    kvpi_run_list l = *list;
+    if (b->rows == 0)
+        return;
     (void)kvpi_join_strides(b);
-    const kvprim_side src = l->move->src, dst = l->move->dst;
-    kvpi_runs runs = l->runs; /* copies, as items are written between: they could be the same memory */
-    const int64_t layers = b->rows ? b->strides[3].n : 0;
     for (int64_t i = 0; i < b->strides[0].n; i++)
         for (int64_t j = 0; j < b->strides[1].n; j++)
-            for (int64_t k = 0; k < b->strides[2].n; k++) {
-                const int64_t from = b->from + i * b->strides[0].from + j * b->strides[1].from + k * b->strides[2].from;
-                const int64_t to = b->to + i * b->strides[0].to + j * b->strides[1].to + k * b->strides[2].to;
-                for (int64_t layer = 0; layer < layers; layer++)
-                    kvpi_add_run(&runs, b->zero ? NULL : kvprim_side_layer(&src, layer) + from,
-                                 kvprim_side_layer(&dst, layer) + to, (uint64_t)b->bytes);
-            }
-    l->runs = runs, b->rows = 0;
+            for (int64_t k = 0; k < b->strides[2].n; k++)
+                for (int64_t layer = 0; layer < b->strides[3].n; layer++) {
+                    const int64_t at =
+                        b->from + i * b->strides[0].from + j * b->strides[1].from + k * b->strides[2].from;
+                    const char *const from = b->zero ? NULL : kvprim_side_layer(&src, layer) + at;
+                    char *const to = kvprim_side_layer(&dst, layer) + b->to + i * b->strides[0].to +
+                                     j * b->strides[1].to + k * b->strides[2].to;
+                    const int joins = l.count > 0 && (char *)l.last.dst + l.last.bytes == to && !from == !l.last.src &&
+                                      (!from || (const char *)l.last.src + l.last.bytes == from);
+                    l.last.src = joins ? l.last.src : from, l.last.dst = joins ? l.last.dst : to;
+                    l.last.bytes = (joins ? l.last.bytes : 0) + (uint64_t)b->bytes, l.count += !joins;
+                    if (l.count <= l.max)
+                        l.items[l.count - 1] = l.last;
+                }
+    *list = l;
 }
 
 /* Joins rows to the box before, or lists that first. */
-static void kvpi_add_box(kvpi_run_list *l, kvpi_box *b)
+static void kvpi_add_box(const kvprim_move *m, kvpi_box *b, kvpi_box *before, kvpi_run_list *l)
 {
-    const kvprim_side *const d = &l->move->dst, *const s = b->zero ? d : &l->move->src;
-    const int s_fine = s->piece_bytes <= d->piece_bytes, d_fine = d->piece_bytes <= s->piece_bytes;
-    const int64_t piece = s_fine ? s->piece_bytes : d->piece_bytes, ratio = (s_fine ? d : s)->piece_bytes / piece;
-    const kvpi_box box = {b->from,
-                          b->to,
-                          b->rows,
-                          piece,
-                          b->zero,
-                          {{b->rows, s->table.stride, d->table.stride},
-                           {s_fine ? d->table.heads : s->table.heads, s->table.head_stride * (s_fine ? ratio : 1),
-                            d->table.head_stride * (d_fine ? ratio : 1)},
-                           {ratio, s_fine ? s->table.head_stride : piece, d_fine ? d->table.head_stride : piece},
-                           {l->move->layers, s->layers ? -1 : s->layer_stride, d->layers ? -1 : d->layer_stride}}};
-    kvpi_box *const before = &l->box;
-    *b = box;
-    if (kvpi_join_strides(b) && before->rows &&
-        before->strides[0].n * before->strides[1].n * before->strides[2].n == 1 && before->zero == b->zero &&
+    if (b->rows == 0)
+        return;
+    const kvprim_side *const d = &m->dst, *const s = b->zero ? d : &m->src;
+    const int64_t s_piece = s->piece_bytes, d_piece = d->piece_bytes, piece = s_piece < d_piece ? s_piece : d_piece;
+    const int64_t ratio = (s_piece + d_piece - piece) / piece; /* pieces of one side in one of the other's */
+    const kvpi_stride strides[4] = {
+        {b->rows, s->table.stride, d->table.stride},
+        {m->row_bytes / piece / ratio, s->table.head_stride * (s_piece == piece ? ratio : 1),
+         d->table.head_stride * (d_piece == piece ? ratio : 1)},
+        {ratio, s_piece == piece ? s->table.head_stride : piece, d_piece == piece ? d->table.head_stride : piece},
+        {m->layers, s->layers ? -1 : s->layer_stride, d->layers ? -1 : d->layer_stride}};
+    memcpy(b->strides, strides, sizeof strides);
+    b->bytes = piece;
+    b->whole = kvpi_join_strides(b);
+    if (before->rows && before->whole && b->whole && before->zero == b->zero &&
         before->strides[3].n == b->strides[3].n && before->to + before->bytes == b->to &&
         before->from + before->bytes == b->from) {
         before->bytes += b->bytes;
         return;
     }
-    kvpi_list_box(l);
+    kvpi_list_box(m, before, l);
     *before = *b;
 }
 
 static kvprim_status kvpi_list_move(const kvprim_move *m, kvpi_run_list *l)
 {
     const int64_t s_piece = m->src.piece_bytes, d_piece = m->dst.piece_bytes;
-    kvpi_box now;
-    now.rows = 0;
-    l->move = m;
+    kvpi_box now, before;
+    now.rows = before.rows = 0, now.zero = -1;
     if (m->count == 0)
         return KVPRIM_OK;
     if (m->dst.format.dtype || m->dst.device_layers || m->src.device_layers || (s_piece % d_piece && d_piece % s_piece))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "kvprim_runs: a move of %s %s", m->names->function,
-                           m->dst.format.dtype ? "converts rows" : "has device layers, or heads that share no piece");
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                           "kvprim_runs: a move of %s converts rows, or has device layers or "
+                           "heads that share no piece",
+                           m->names->function);
     for (int64_t i = 0; i < m->count; i++) {
         int past = 0;
         const int64_t d = kvpi_find_number(&m->dst, i, &past), s = kvpi_find_number(&m->src, i, &past);
         if (d < 0 || (s < 0 && !m->zero))
             continue;
         const int64_t to = kvpi_row_offset(&m->dst, d), from = s < 0 ? to : kvpi_row_offset(&m->src, s);
-        const int64_t stride = s < 0 ? m->dst.table.stride : m->src.table.stride;
-        if (now.rows && now.zero == (s < 0) && to == now.to + now.rows * m->dst.table.stride &&
-            from == now.from + now.rows * stride) {
-            now.rows++;
-            continue;
+        const int64_t to_step = m->dst.table.stride, from_step = s < 0 ? to_step : m->src.table.stride;
+        if (now.zero != (s < 0) || to != now.to + now.rows * to_step || from != now.from + now.rows * from_step) {
+            kvpi_add_box(m, &now, &before, l);
+            now.from = from, now.to = to, now.rows = 0, now.zero = s < 0;
         }
-        if (now.rows)
-            kvpi_add_box(l, &now);
-        now.from = from, now.to = to, now.rows = 1, now.zero = s < 0;
+        now.rows++;
     }
-    if (now.rows)
-        kvpi_add_box(l, &now);
-    kvpi_list_box(l);
+    kvpi_add_box(m, &now, &before, l);
+    kvpi_list_box(m, &before, l);
     return KVPRIM_OK;
 }
 
@@ -4207,13 +4190,13 @@ KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_i
 {
     kvpi_run_list list;
     memset(&list, 0, sizeof list);
-    list.runs.items = items, list.runs.max = max;
+    list.items = items, list.max = max;
     kvprim_status status = KVPRIM_OK;
     if ((!moves && n > 0) || (!items && max > 0))
         status = kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_runs: %s is NULL", !moves && n > 0 ? "moves" : "items");
     for (size_t k = 0; status == KVPRIM_OK && k < n; k++)
         status = kvpi_list_move(&moves[k], &list);
-    return status == KVPRIM_OK ? list.runs.count : -1;
+    return status == KVPRIM_OK ? list.count : -1;
 }
 #endif /* KVPRIM_NO_LAYOUTS */
 

@@ -1142,8 +1142,7 @@ static inline void test_runs(void)
     t.src = layout_heads(strided_table(table, 1, 3), 2, 6), t.dst = layout_heads(strided_table(rows, 1, 2), 3, 4);
     t.row_bytes = 6, t.count = 1;
     CHECK(kvprim_transfer_moves(&t, m) == KVPRIM_OK && kvprim_runs(m, 1, items, 5) == -1);
-    CHECK(strstr(kvprim_last_error(), "a move of kvprim_transfer has device layers, or heads that share no piece") !=
-          NULL);
+    CHECK(strstr(kvprim_last_error(), "heads that share no piece") != NULL);
     memset(&t, 0, sizeof t);
     t.src = t.dst = table_of(NULL, 4), t.row_bytes = 4, t.count = 4, t.src_device_layers = from_layers;
     t.dst_device_layers = to_layers, t.layers = 2;
