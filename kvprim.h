@@ -3975,7 +3975,7 @@ static void kvpi_set_quantised(const kvpi_preset *p, int64_t page_rows, kvprim_l
     f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
     f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : p->converted;
     f->scale_inverse = p->inverse, f->scale_stride = p->scale_stride; /* 0: the row's */
-    o->k_cache.format = f, o->k_cache.stride = o->v_cache.stride = p->row_bytes;
+    o->k_cache.stride = o->v_cache.stride = p->row_bytes;
     o->k_elements = p->converted, o->v_elements = p->copied;
     o->k_bytes = p->converted, o->v_bytes = 2 * p->copied;
     o->v_offset = p->row_bytes - o->v_bytes, o->v_layer_stride = o->k_layer_stride;
@@ -4017,17 +4017,18 @@ KVPRIM_API kvprim_status kvprim_layout_find(const char *name, const kvprim_layou
     if (z.k_bytes % z.heads || z.v_bytes % z.heads)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: heads is %d, but k_bytes %lld and v_bytes %lld",
                            (int)z.heads, (long long)z.k_bytes, (long long)z.v_bytes);
-    memset(layout, 0, sizeof *layout);
-    kvprim_table *const k = &layout->k_cache, *const v = &layout->v_cache;
-    k->data = z.data, k->rows = z.rows, k->page_rows = z.page_rows, k->heads = z.heads;
-    *v = *k;
-    layout->k_bytes = z.k_bytes, layout->v_bytes = z.v_bytes, layout->layers = z.layers;
-    KVPRIM_TRY(kvpi_set_strides(order, &z, layout));
+    kvprim_layout o;
+    memset(&o, 0, sizeof o);
+    o.k_cache.data = z.data, o.k_cache.rows = z.rows, o.k_cache.page_rows = z.page_rows, o.k_cache.heads = z.heads;
+    o.v_cache = o.k_cache, o.k_bytes = z.k_bytes, o.v_bytes = z.v_bytes, o.layers = z.layers;
+    KVPRIM_TRY(kvpi_set_strides(order, &z, &o));
     if (p)
-        kvpi_set_quantised(p, z.page_rows, layout);
-    v->data = z.data ? (char *)z.data + layout->v_offset : NULL;
-    if (layout->v_bytes == 0)
-        memset(v, 0, sizeof *v), layout->v_offset = layout->v_layer_stride = 0;
+        kvpi_set_quantised(p, z.page_rows, &o);
+    o.v_cache.data = z.data ? (char *)z.data + o.v_offset : NULL;
+    if (o.v_bytes == 0)
+        memset(&o.v_cache, 0, sizeof o.v_cache), o.v_offset = o.v_layer_stride = 0;
+    *layout = o;
+    layout->k_cache.format = p ? &layout->k_format : NULL;
     return KVPRIM_OK;
 }
 
@@ -4047,15 +4048,16 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
     kvprim_layout_sizes sizes;
     kvprim_layout area;
     memset(&sizes, 0, sizeof sizes);
-    memset(plan, 0, sizeof *plan);
     sizes.data = desc->staging, sizes.rows = sizes.page_rows = desc->count + (desc->count == 0);
     sizes.k_bytes = c->k_bytes / all * heads, sizes.v_bytes = c->v_bytes / all * heads;
     sizes.layers = c->layers, sizes.heads = (int32_t)heads;
     KVPRIM_TRY(kvprim_layout_find("LB2NHC", &sizes, &area));
-    plan->bytes = desc->count ? area.bytes : 0;
-    if (desc->staging && desc->staging_bytes < plan->bytes)
+    area.bytes = desc->count ? area.bytes : 0;
+    if (desc->staging && desc->staging_bytes < area.bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %lld",
-                           (long long)desc->staging_bytes, (long long)plan->bytes);
+                           (long long)desc->staging_bytes, (long long)area.bytes);
+    memset(plan, 0, sizeof *plan);
+    plan->bytes = area.bytes;
     for (int part = 0; part < 2; part++) {
         kvprim_transfer_desc *const t = &plan->pack[part], *const u = &plan->unpack[part];
         t->row_bytes = u->row_bytes = part ? sizes.v_bytes : sizes.k_bytes;
