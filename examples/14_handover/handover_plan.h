@@ -201,8 +201,10 @@ static inline kvprim_status handover_chunk_moves(const handover_cache *c, const 
     for (int part = 0; part < 2 && status == KVPRIM_OK; part++) {
         kvprim_transfer_desc *const d = direction == handover_unpack ? &plan.unpack[part] : &plan.pack[part];
         kvprim_table *const table = direction == handover_unpack ? &d->dst : &d->src;
-        table->data = (char *)table->data + chunk->first_layer * cache.k_layer_stride;
-        table->bytes = cache.bytes - ((char *)table->data - c->data);
+        if (table->data) {
+            table->data = (char *)table->data + chunk->first_layer * cache.k_layer_stride;
+            table->bytes = cache.bytes - ((char *)table->data - c->data);
+        }
         d->rejected = part ? NULL : rejected; /* counts a token once, not K and V */
         status = kvprim_transfer_moves(d, &moves[part]);
     }
