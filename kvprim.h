@@ -4864,12 +4864,15 @@ static int kvpi_is_little(void)
     return first;
 }
 
-/* Compilers know this as one instruction. */
 KVPRIM_INLINE uint64_t kvpi_swapped(uint64_t v)
 {
+#if defined(__GNUC__) || defined(__clang__)
+    return __builtin_bswap64(v);
+#else
     v = (v & 0x00ff00ff00ff00ff) << 8 | (v >> 8 & 0x00ff00ff00ff00ff);
     v = (v & 0x0000ffff0000ffff) << 16 | (v >> 16 & 0x0000ffff0000ffff);
     return v << 32 | v >> 32;
+#endif
 }
 
 KVPRIM_INLINE void kvpi_put_le(uint8_t *p, uint64_t v)
@@ -4938,15 +4941,16 @@ static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, co
 #define KVPRIM_SUM _mm_add_epi32
 typedef __m128i kvpi_words; /* four of a message or a state */
 
-/* Rounds i to i + 3 of a state, and message words i + 16 to i + 19; j: i / 4 % 4, a constant once this is inlined. */
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, int i, const int j)
+/* Rounds 4 * i to 4 * i + 3 of a state, and the words of the message for rounds that are 16 later. */
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const int i)
 {
-    const kvpi_words k = _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + i));
-    const kvpi_words t = _mm_add_epi32(w[j], k), far = _mm_alignr_epi8(w[(j + 3) % 4], w[(j + 2) % 4], 4);
+    const kvpi_words k = _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + 4 * i));
+    const kvpi_words t = _mm_add_epi32(w[i % 4], k), far = _mm_alignr_epi8(w[(i + 3) % 4], w[(i + 2) % 4], 4);
     s[1] = _mm_sha256rnds2_epu32(s[1], s[0], t);
     s[0] = _mm_sha256rnds2_epu32(s[0], s[1], _mm_shuffle_epi32(t, 0x0e));
-    w[j] = _mm_add_epi32(_mm_sha256msg1_epu32(w[j], w[(j + 1) % 4]), far);
-    w[j] = _mm_sha256msg2_epu32(w[j], w[(j + 3) % 4]);
+    if (i < 12)
+        w[i % 4] =
+            _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]), far), w[(i + 3) % 4]);
 }
 
 KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_swap(kvpi_words x)
@@ -4982,11 +4986,12 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 #define KVPRIM_SUM vaddq_u32
 typedef uint32x4_t kvpi_words;
 
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, int i, const int j)
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const int i)
 {
-    const kvpi_words t = vaddq_u32(w[j], vld1q_u32(kvpi_sha_k + i)), before = s[0];
+    const kvpi_words t = vaddq_u32(w[i % 4], vld1q_u32(kvpi_sha_k + 4 * i)), before = s[0];
     s[0] = vsha256hq_u32(s[0], s[1], t), s[1] = vsha256h2q_u32(s[1], before, t);
-    w[j] = vsha256su1q_u32(vsha256su0q_u32(w[j], w[(j + 1) % 4]), w[(j + 2) % 4], w[(j + 3) % 4]);
+    if (i < 12)
+        w[i % 4] = vsha256su1q_u32(vsha256su0q_u32(w[i % 4], w[(i + 1) % 4]), w[(i + 2) % 4], w[(i + 3) % 4]);
 }
 
 KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_load(const uint8_t *p)
@@ -5023,17 +5028,21 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t
         const kvpi_words s0 = s[0], s1 = s[1], t0 = t[0], t1 = t[1];
         kvpi_sha_read(v, data[0] + p);
         kvpi_sha_read(w, data[lanes - 1] + p);
-        for (int i = 0; i < 64; i += 16) {
-#define KVPRIM_SHA_BOTH(j)                                                                                             \
-    kvpi_sha_rounds(s, v, i + 4 * (j), j);                                                                             \
+#define KVPRIM_SHA_BOTH(i)                                                                                             \
+    kvpi_sha_rounds(s, v, i);                                                                                          \
     if (lanes == 2)                                                                                                    \
-    kvpi_sha_rounds(t, w, i + 4 * (j), j)
-            KVPRIM_SHA_BOTH(0);
-            KVPRIM_SHA_BOTH(1);
-            KVPRIM_SHA_BOTH(2);
-            KVPRIM_SHA_BOTH(3);
+    kvpi_sha_rounds(t, w, i)
+#define KVPRIM_SHA_FOUR(i)                                                                                             \
+    KVPRIM_SHA_BOTH(i);                                                                                                \
+    KVPRIM_SHA_BOTH(i + 1);                                                                                            \
+    KVPRIM_SHA_BOTH(i + 2);                                                                                            \
+    KVPRIM_SHA_BOTH(i + 3)
+        KVPRIM_SHA_FOUR(0);
+        KVPRIM_SHA_FOUR(4);
+        KVPRIM_SHA_FOUR(8);
+        KVPRIM_SHA_FOUR(12);
+#undef KVPRIM_SHA_FOUR
 #undef KVPRIM_SHA_BOTH
-        }
         s[0] = KVPRIM_SUM(s[0], s0), s[1] = KVPRIM_SUM(s[1], s1);
         t[0] = KVPRIM_SUM(t[0], t0), t[1] = KVPRIM_SUM(t[1], t1);
     }
@@ -5164,10 +5173,10 @@ static int64_t kvpi_blocks_of(const kvprim_keys_desc *d)
    whether a token has 2 bytes or 4. */
 KVPRIM_INLINE uint8_t *kvpi_put_pickled(uint8_t *p, int64_t v)
 {
-    const uint64_t four = v > 0xffff;
+    const uint64_t four = (0xffff - (uint64_t)v) >> 63;
     int bytes = 5;
     if (KVPRIM_LIKELY((uint64_t)v - 256 <= INT32_MAX - 256)) {
-        kvpi_put_le(p, (uint64_t)v << 8 | ('M' - 3 * four)); /* BININT2 'M', BININT 'J' */
+        kvpi_put_le(p, ((uint64_t)v << 8) + 'M' - 3 * four); /* BININT2 'M', BININT 'J' */
         return p + 3 + 2 * four;
     }
     if (v == (int32_t)v) { /* BININT1 'K' */
@@ -5184,9 +5193,9 @@ KVPRIM_INLINE uint8_t *kvpi_put_pickled(uint8_t *p, int64_t v)
 /* type: the upper three bits. */
 KVPRIM_INLINE uint8_t *kvpi_put_cbor(uint8_t *p, uint64_t type, uint64_t u)
 {
-    const uint64_t four = u > 0xffff;
+    const uint64_t four = (0xffff - u) >> 63, swapped = kvpi_swapped(u) >> 24;
     if (KVPRIM_LIKELY(u - 256 <= UINT32_MAX - 256)) {
-        kvpi_put_be(p, (type << 5 | (25 + four)) << 56 | u << (40 - 16 * four));
+        kvpi_put_le(p, (four ? swapped : swapped >> 16) + (type << 5) + 25 + four);
         return p + 3 + 2 * four;
     }
     *p = (uint8_t)(type << 5 | (u < 24 ? u : u < 256 ? 24 : 27));
@@ -5252,7 +5261,7 @@ static int kvpi_has_vbmi2(void)
 #endif
 
 KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t n,
-                                       const int form)
+                                       const int form, const int is_narrow)
 {
     int64_t i = 0;
 #ifdef KVPRIM_X86
@@ -5260,7 +5269,7 @@ KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const int32_t *narrow, const 
         p = kvpi_put_eights(p, narrow, wide, n, form, &i);
 #endif
     for (; i < n; i++) {
-        const int64_t v = narrow ? narrow[i] : wide[i];
+        const int64_t v = is_narrow ? narrow[i] : wide[i];
         p = form == kvpi_pickle ? kvpi_put_pickled(p, v)
             : v >= 0            ? kvpi_put_cbor(p, 0, (uint64_t)v)
                                 : kvpi_put_cbor(p, 1, (uint64_t)~v);
@@ -5318,7 +5327,8 @@ static size_t kvpi_key_message(kvpi_chain *c)
         p = kvpi_put(*hole, c->parent, c->parent_bytes);
         p[0] = 0x94, p[1] = '('; /* MEMOIZE; MARK, but up to three tokens have a TUPLE of their own */
         p += n > 3 ? 2 : 1;
-        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_pickle) : kvpi_put_tokens(p, NULL, wide, n, kvpi_pickle);
+        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_pickle, 1)
+                   : kvpi_put_tokens(p, NULL, wide, n, kvpi_pickle, 0);
         p[0] = (uint8_t)(n > 3 ? 't' : 0x84 + n), p[1] = 0x94, p[2] = 'N';
         p = extra ? kvpi_put(p + 2, extra->data, (size_t)extra->bytes) : p + 3;
         p[0] = 0x87, p[1] = 0x94, p[2] = '.', p += 3; /* TUPLE3 */
@@ -5327,7 +5337,8 @@ static size_t kvpi_key_message(kvpi_chain *c)
         *p++ = 0x83; /* an array of three */
         p = kvpi_put_cbor(p, number ? 0 : 2, number ? kvpi_get_be(c->parent) : c->parent_bytes);
         p = kvpi_put_cbor(kvpi_put(*hole = p, c->parent, number ? 0 : c->parent_bytes), 4, (uint64_t)n);
-        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_cbor) : kvpi_put_tokens(p, NULL, wide, n, kvpi_cbor);
+        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_cbor, 1)
+                   : kvpi_put_tokens(p, NULL, wide, n, kvpi_cbor, 0);
         *p = number ? 0x80 : 0xf6; /* an empty tuple, or None */
         p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : p + 1;
     } else {

@@ -977,6 +977,8 @@ static inline void test_named_errors(void)
     BAD(v_bytes, -4, "v_bytes is -4, less than 0");
     BAD(page_stride, -1, "page_stride is -1, less than 0");
     BAD(page_stride, 383, "page_stride is 383, less than a page's bytes, 384");
+    bad = z, bad.k_bytes = 12, bad.page_stride = 191;
+    bad_layout("2LBNHC", bad, KVPRIM_ERROR_SIZE, "page_stride is 191, less than a page's bytes, 192"); /* V's */
     BAD(rows, INT64_MAX / 8, "too large");
     BAD(k_bytes, INT64_MAX / 4 * 4, "too large");
 #undef BAD
@@ -1091,6 +1093,7 @@ static inline void test_runs(void)
         {"2BHNLC", "2BHNLC", 0, NAMED_N, 2, 2},                           /* all layers of a head */
         {"BL2NHC", "BL2NHC", NAMED_N, NAMED_N, 2, 2 * NAMED_L},           /* V lies between layers */
         {"B2LNHC", "B2LNHC", NAMED_N, NAMED_N, 2, 1},                     /* K and V of a page */
+        {"2BNHLC", "2BNHLC", 1, NAMED_N, 2, 2},                           /* ... of a row of heads */
         {"2BLNHC", "LB2NHC", 0, NAMED_N, 1, NAMED_L},                     /* a page of a layer */
         {"LHB2NC", "LHB2NC", 0, 2 * NAMED_N, 1, NAMED_L * NAMED_H * 2},   /* rows of a page of a head */
     };
@@ -1121,6 +1124,10 @@ static inline void test_runs(void)
     CHECK(copy_runs(m, 1) == 4);
     memcpy(want, rows, sizeof want), memset(rows, 1, sizeof rows);
     CHECK(kvprim_cpu_move(m, 1) == KVPRIM_OK && memcmp(rows, want, sizeof want) == 0);
+    const int32_t place[3] = {-1, 1, 2}; /* a row's own place, after zeros */
+    g.index = place, g.count = 3;
+    CHECK(kvprim_gather_moves(&g, m) == KVPRIM_OK && kvprim_runs(m, 1, items, 5) == 2);
+    CHECK(!items[0].src && items[0].bytes == 4 && items[1].src == table[1] && items[1].bytes == 8);
     CHECK(kvprim_runs(NULL, 0, NULL, 0) == 0);
     CHECK(kvprim_runs(NULL, 1, items, 2) == -1 && strstr(kvprim_last_error(), "kvprim_runs: moves is NULL"));
     CHECK(kvprim_runs(m, 1, NULL, 2) == -1 && strstr(kvprim_last_error(), "items is NULL"));
