@@ -5012,11 +5012,6 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 #endif
 
 #ifdef KVPRIM_SHA
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_read(kvpi_words *w, const uint8_t *p)
-{
-    w[0] = kvpi_sha_load(p), w[1] = kvpi_sha_load(p + 16), w[2] = kvpi_sha_load(p + 32), w[3] = kvpi_sha_load(p + 48);
-}
-
 /* A chain waits for the result of each round: two of them keep the units busy. */
 KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data,
                                              size_t pieces, const int lanes)
@@ -5026,8 +5021,11 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t
     kvpi_sha_begin(t, from[lanes - 1]);
     for (size_t p = 0; p < 64 * pieces; p += 64) {
         const kvpi_words s0 = s[0], s1 = s[1], t0 = t[0], t1 = t[1];
-        kvpi_sha_read(v, data[0] + p);
-        kvpi_sha_read(w, data[lanes - 1] + p);
+        const uint8_t *const a = data[0] + p, *const b = data[lanes - 1] + p;
+        v[0] = kvpi_sha_load(a), v[1] = kvpi_sha_load(a + 16), v[2] = kvpi_sha_load(a + 32),
+        v[3] = kvpi_sha_load(a + 48);
+        w[0] = kvpi_sha_load(b), w[1] = kvpi_sha_load(b + 16), w[2] = kvpi_sha_load(b + 32),
+        w[3] = kvpi_sha_load(b + 48);
 #define KVPRIM_SHA_BOTH(i)                                                                                             \
     kvpi_sha_rounds(s, v, i);                                                                                          \
     if (lanes == 2)                                                                                                    \
@@ -5062,37 +5060,31 @@ KVPRIM_SHA static void kvpi_sha_fast(const uint8_t *const *from, uint8_t *const 
 #endif
 
 #ifdef KVPRIM_SHA
-static kvpi_sha_fn *kvpi_sha_pick(void)
-{
-#if defined(KVPRIM_X86)
-    uint32_t r[4], most, sha = 0;
-    kvpi_cpuid(0, r), most = r[0];
-    if (most >= 7)
-        kvpi_cpuid(7, r), sha = r[1] >> 29 & 1;
-    kvpi_cpuid(1, r);
-    return sha & r[2] >> 9 & r[2] >> 19 ? kvpi_sha_fast : kvpi_sha_portable; /* SSSE3, SSE4.1 */
-#elif defined(__ARM_FEATURE_SHA2)
-    (void)kvpi_sha_portable;
-    return kvpi_sha_fast;
-#else
-    return getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : kvpi_sha_portable; /* HWCAP_SHA2 */
-#endif
-}
-
 static kvpi_sha_fn *kvpi_sha; /* once it is picked: a virtual machine takes many microseconds for cpuid */
+#endif
 
-static kvpi_sha_fn *kvpi_sha_picked(void) /* threads that race here all store the same pointer */
-{
-    if (!__atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED))
-        __atomic_store_n(&kvpi_sha, kvpi_sha_pick(), __ATOMIC_RELAXED);
-    return __atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED);
-}
-#else
 static kvpi_sha_fn *kvpi_sha_picked(void)
 {
-    return kvpi_sha_portable;
-}
+    kvpi_sha_fn *sha = kvpi_sha_portable;
+#ifdef KVPRIM_SHA
+    if (__atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED))
+        return __atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED);
+#if defined(KVPRIM_X86)
+    uint32_t r[4], has = 0;
+    kvpi_cpuid(0, r);
+    if (r[0] >= 7)
+        kvpi_cpuid(7, r), has = r[1] >> 29 & 1; /* SHA, and SSSE3 and SSE4.1 */
+    kvpi_cpuid(1, r);
+    sha = has & r[2] >> 9 & r[2] >> 19 ? kvpi_sha_fast : sha;
+#elif defined(__ARM_FEATURE_SHA2)
+    sha = kvpi_sha_fast;
+#else
+    sha = getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : sha; /* HWCAP_SHA2 */
 #endif
+    __atomic_store_n(&kvpi_sha, sha, __ATOMIC_RELAXED); /* threads that race here all store the same pointer */
+#endif
+    return sha;
+}
 
 static const uint8_t kvpi_sha_start[33] = "\x6a\x09\xe6\x67\xbb\x67\xae\x85\x3c\x6e\xf3\x72\xa5\x4f\xf5\x3a"
                                           "\x51\x0e\x52\x7f\x9b\x05\x68\x8c\x1f\x83\xd9\xab\x5b\xe0\xcd\x19";
@@ -5260,15 +5252,17 @@ static int kvpi_has_vbmi2(void)
 }
 #endif
 
-KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t n,
-                                       const int form, const int is_narrow)
+/* is_narrow and form are constants. */
+KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const kvprim_keys_desc *d, int64_t first, int is_narrow, int form)
 {
+    const int32_t *const narrow = is_narrow ? (const int32_t *)d->tokens + first : NULL;
+    const int64_t *const wide = is_narrow ? NULL : (const int64_t *)d->tokens + first;
     int64_t i = 0;
 #ifdef KVPRIM_X86
     if (kvpi_has_vbmi2())
-        p = kvpi_put_eights(p, narrow, wide, n, form, &i);
+        p = kvpi_put_eights(p, narrow, wide, d->block_tokens, form, &i);
 #endif
-    for (; i < n; i++) {
+    for (; i < d->block_tokens; i++) {
         const int64_t v = is_narrow ? narrow[i] : wide[i];
         p = form == kvpi_pickle ? kvpi_put_pickled(p, v)
             : v >= 0            ? kvpi_put_cbor(p, 0, (uint64_t)v)
@@ -5310,15 +5304,13 @@ static uint8_t *kvpi_put_raw(uint8_t *p, const kvprim_keys_desc *d, int64_t firs
     return p;
 }
 
-/* Writes what is hashed for this block, and returns its bytes. */
-static size_t kvpi_key_message(kvpi_chain *c)
+/* Writes what is hashed for the next block, and returns its bytes; `sha`: padded, with the pieces in c->ready. */
+static size_t kvpi_key_message(kvpi_chain *c, int sha)
 {
     const kvprim_keys_desc *const d = c->d;
     const kvprim_key_extra *const extra = c->extra < c->extra_end && c->extra->block == c->written ? c->extra : NULL;
     const int64_t n = d->block_tokens, first = c->written * n;
-    const int32_t *const narrow = d->token_type == KVPRIM_I32 ? (const int32_t *)d->tokens + first : NULL;
-    const int64_t *const wide = narrow ? NULL : (const int64_t *)d->tokens + first;
-    const int number = c->rule->bytes == 8, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
+    const int narrow = d->token_type == KVPRIM_I32, number = c->rule->bytes == 8, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
     uint8_t *const start = c->data + (size_t)(c->written & 1) * c->half, *p = start;
     uint8_t **const hole = &c->hole[c->written & 1];
     if (c->rule->form == kvpi_pickle) {
@@ -5327,8 +5319,7 @@ static size_t kvpi_key_message(kvpi_chain *c)
         p = kvpi_put(*hole, c->parent, c->parent_bytes);
         p[0] = 0x94, p[1] = '('; /* MEMOIZE; MARK, but up to three tokens have a TUPLE of their own */
         p += n > 3 ? 2 : 1;
-        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_pickle, 1)
-                   : kvpi_put_tokens(p, NULL, wide, n, kvpi_pickle, 0);
+        p = narrow ? kvpi_put_tokens(p, d, first, 1, kvpi_pickle) : kvpi_put_tokens(p, d, first, 0, kvpi_pickle);
         p[0] = (uint8_t)(n > 3 ? 't' : 0x84 + n), p[1] = 0x94, p[2] = 'N';
         p = extra ? kvpi_put(p + 2, extra->data, (size_t)extra->bytes) : p + 3;
         p[0] = 0x87, p[1] = 0x94, p[2] = '.', p += 3; /* TUPLE3 */
@@ -5337,8 +5328,7 @@ static size_t kvpi_key_message(kvpi_chain *c)
         *p++ = 0x83; /* an array of three */
         p = kvpi_put_cbor(p, number ? 0 : 2, number ? kvpi_get_be(c->parent) : c->parent_bytes);
         p = kvpi_put_cbor(kvpi_put(*hole = p, c->parent, number ? 0 : c->parent_bytes), 4, (uint64_t)n);
-        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_cbor, 1)
-                   : kvpi_put_tokens(p, NULL, wide, n, kvpi_cbor, 0);
+        p = narrow ? kvpi_put_tokens(p, d, first, 1, kvpi_cbor) : kvpi_put_tokens(p, d, first, 0, kvpi_cbor);
         *p = number ? 0x80 : 0xf6; /* an empty tuple, or None */
         p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : p + 1;
     } else {
@@ -5351,6 +5341,8 @@ static size_t kvpi_key_message(kvpi_chain *c)
     }
     if (extra && c->extra == extra)
         c->extra++;
+    if (sha)
+        c->ready[c->written & 1] = kvpi_sha_pad(start, (size_t)(p - start), (uint64_t)(p - start));
     c->written++;
     return (size_t)(p - start);
 }
@@ -5394,7 +5386,7 @@ static void kvpi_keys_xxh3(kvpi_chain *c)
         uint8_t *const p = c->data;
         if (own) /* not through memory: a processor cannot forward two stores to one load */
             kvpi_put_be(p, high), kvpi_put_be(p + 8, low);
-        const size_t bytes = own ? (size_t)(kvpi_put_raw(p + 16, c->d, c->block * n, n) - p) : kvpi_key_message(c);
+        const size_t bytes = own ? (size_t)(kvpi_put_raw(p + 16, c->d, c->block * n, n) - p) : kvpi_key_message(c, 0);
         if (c->rule->bytes == 16) {
             const XXH128_hash_t hash = XXH3_128bits(p, bytes);
             high = hash.high64, low = hash.low64;
@@ -5409,15 +5401,6 @@ static void kvpi_keys_xxh3(kvpi_chain *c)
 #else
     (void)c;
 #endif
-}
-
-/* Writes a message. Its parent is not known yet if the block before is hashed meanwhile. */
-static void kvpi_sha_write(kvpi_chain *c)
-{
-    const int side = c->written & 1;
-    uint8_t *const start = c->data + (size_t)side * c->half;
-    const size_t bytes = kvpi_key_message(c);
-    c->ready[side] = kvpi_sha_pad(start, bytes, bytes);
 }
 
 /* Ends a block that has been read, and begins the next one, of the next request if need be. 0 when all are done. */
@@ -5439,12 +5422,12 @@ static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvp
             kvpi_begin_chain(c, d);
     }
     if (c->written == c->block)
-        kvpi_sha_write(c);
+        (void)kvpi_key_message(c, 1);
     c->at = c->data + (size_t)(c->block & 1) * c->half, c->pieces = c->ready[c->block & 1];
     c->from = kvpi_sha_start, c->to = c->state;
     if (c->half && c->written < c->blocks) { /* while this block is hashed; its key goes there, where a parent does */
         c->parent = kvpi_sha_start, c->parent_bytes = (size_t)c->rule->bytes;
-        kvpi_sha_write(c);
+        (void)kvpi_key_message(c, 1);
         c->to = c->hole[(c->block + 1) & 1];
     }
     return 1;

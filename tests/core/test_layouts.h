@@ -1138,6 +1138,9 @@ static inline void test_runs(void)
     t.src = table_of(NULL, 4), t.dst = table_of(NULL, 4), t.row_bytes = 4, t.count = 4, t.layers = 2;
     t.src_layers = from_layers, t.dst_layers = to_layers;
     CHECK(kvprim_transfer_moves(&t, m) == KVPRIM_OK && kvprim_runs(m, 1, items, 5) == 2);
+    kvprim_transfer_desc one = t; /* only one side has pointers */
+    one.dst_layers = NULL, one.dst.data = rows;
+    CHECK(kvprim_transfer_moves(&one, m + 1) == KVPRIM_OK && kvprim_runs(m + 1, 1, NULL, 0) == 2);
     CHECK(items[0].src == table[4] && items[1].dst == rows[4] && items[1].src == table[0] && items[1].bytes == 16);
     memset(&t, 0, sizeof t);
     t.src = layout_heads(strided_table(table, 2, 1), 4, 2), t.dst = layout_heads(strided_table(rows, 2, 2), 2, 8);
@@ -1155,6 +1158,8 @@ static inline void test_runs(void)
     t.dst_device_layers = to_layers, t.layers = 2;
     CHECK(kvprim_transfer_moves(&t, m) == KVPRIM_OK && kvprim_runs(m, 1, items, 5) == -1);
     CHECK(strstr(kvprim_last_error(), "device layers") != NULL);
+    t.dst_device_layers = NULL, t.dst.data = rows, t.layers = 1;
+    CHECK(kvprim_transfer_moves(&t, m) == KVPRIM_OK && kvprim_runs(m, 1, items, 5) == -1);
     float wide[4] = {0};
     uint16_t narrow[4] = {0};
     kvprim_format f32, bf16;
