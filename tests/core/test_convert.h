@@ -448,6 +448,10 @@ _Static_assert(sizeof(ds_mla_row) == 656 && sizeof(ds_mla_v4_page) == 64 * 584 +
                "the engines' sizes");
 
 /* Where the parts of a row are, by subscripts. */
+typedef struct ds_mla_v41_page {
+    uint8_t values[64][512], scales[64][16];
+} ds_mla_v41_page;
+
 typedef struct preset_row {
     uint8_t *values;
     uint16_t *copied;
@@ -463,6 +467,9 @@ static preset_row find_preset_row(int which, void *cache, int row)
     } else if (which == 2) {
         ds_mla_v4_page *const x = (ds_mla_v4_page *)cache + row / 64;
         r.values = x->rows[row % 64].nope, r.copied = x->rows[row % 64].rope, r.scales = x->scales[row % 64];
+    } else if (which == 5) {
+        ds_mla_v41_page *const x = (ds_mla_v41_page *)cache + row / 64;
+        r.values = x->values[row % 64], r.scales = x->scales[row % 64];
     } else {
         indexer_page *const x = (indexer_page *)cache + row / 64;
         r.values = x->values[row % 64], r.scales = &x->scales[row % 64];
@@ -485,7 +492,7 @@ static void expect_preset_row(const preset_row *r, int which, preset_rule rule, 
         for (int e = 0; e < tile; e++)
             x[e] = (float)oracle_decode(KVPRIM_BF16, k[t * tile + e]);
         const float s = oracle_computed(&f, x, tile), inverse = oracle_divide(1, s);
-        if (which == 2)
+        if (which == 2 || which == 5)
             ((uint8_t *)r->scales)[t] = (uint8_t)(127 + oracle_exponent(s));
         else
             ((float *)r->scales)[t] = s;
@@ -509,18 +516,19 @@ static void test_presets(void)
                    {"fp8_ds_mla_sglang", 512, 64, 128, 64 * 656, {0, 0, 1}},
                    {"fp8_ds_mla_v4", 448, 64, 64, sizeof(ds_mla_v4_page), {1e-4f / 448, 1, 0}},
                    {"fp8_indexer", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 0, 0}},
-                   {"fp8_indexer_ue8m0", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 1, 0}}};
+                   {"fp8_indexer_ue8m0", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 1, 0}},
+                   {"fp8_ds_mla_v41", 512, 0, 32, sizeof(ds_mla_v41_page), {1e-4f / 448, 1, 0}}};
     static uint16_t k[preset_tokens][576], back[preset_tokens][576];
     int32_t slot[preset_tokens];
-    for (int which = 0; which < 5; which++) {
+    for (int which = 0; which < (int)LENGTH(presets); which++) {
         const size_t bytes = preset_pages * presets[which].page;
         unsigned char *const cache = allocate(bytes), *const want = allocate(bytes);
         const int n = presets[which].elements;
-        kvprim_preset p;
+        kvprim_layout p;
         fill(cache, bytes);
         memcpy(want, cache, bytes);
         const int64_t stride = which == 2 ? (int64_t)presets[which].page : 0; /* its pages are padded */
-        CHECK(kvprim_preset_find(presets[which].name, cache, preset_rows, 64, stride, &p) == KVPRIM_OK);
+        CHECK(find_quantised(presets[which].name, cache, preset_rows, 64, stride, &p) == KVPRIM_OK);
         CHECK(p.k_elements == n && p.v_elements == presets[which].copied && p.k_cache.format == &p.k_format);
         p.k_cache.bytes = (int64_t)bytes;
         for (int i = 0; i < preset_tokens; i++) {
@@ -555,8 +563,9 @@ static void test_presets(void)
                     const preset_row r = find_preset_row(which, want, slot[i]);
                     const int t = e / presets[which].tile;
                     x = oracle_multiply((float)oracle_decode(KVPRIM_F8E4M3, r.values[e]),
-                                        which == 2 ? (float)oracle_ldexp(1, ((uint8_t *)r.scales)[t] - 127)
-                                                   : ((float *)r.scales)[t]);
+                                        which == 2 || which == 5
+                                            ? (float)oracle_ldexp(1, ((uint8_t *)r.scales)[t] - 127)
+                                            : ((float *)r.scales)[t]);
                 }
                 if (back[i][e] != oracle_encode(KVPRIM_BF16, x))
                     fail("%s: token %d, element %d is %#x", presets[which].name, i, e, back[i][e]);
@@ -564,20 +573,17 @@ static void test_presets(void)
         free(cache);
         free(want);
     }
-    kvprim_preset p;
+    kvprim_layout p;
     char data[8];
-    CHECK_ERROR(kvprim_preset_find(NULL, data, 1, 1, 0, &p), KVPRIM_ERROR_NULL, "name is NULL");
-    CHECK_ERROR(kvprim_preset_find("fp8_ds_mla", NULL, 1, 1, 0, &p), KVPRIM_ERROR_NULL, "data is NULL");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, 1, 0, NULL), KVPRIM_ERROR_NULL, "preset is NULL");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 0, 1, 0, &p), KVPRIM_ERROR_SIZE, "rows is 0, less than 1");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, -5, 0, &p), KVPRIM_ERROR_SIZE,
-                "page_rows is -5, less than 1");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, 2, 263, &p), KVPRIM_ERROR_SIZE,
+    CHECK_ERROR(find_quantised(NULL, data, 1, 1, 0, &p), KVPRIM_ERROR_NULL, "name is NULL");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 1, 1, 0, NULL), KVPRIM_ERROR_NULL, "layout is NULL");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 0, 1, 0, &p), KVPRIM_ERROR_SIZE, "rows is 0, less than 1");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 1, -5, 0, &p), KVPRIM_ERROR_SIZE, "page_rows is -5, less than 1");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 1, 2, 263, &p), KVPRIM_ERROR_SIZE,
                 "page_stride is 263, less than a page's bytes, 264");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, INT64_MAX / 100, 0, &p), KVPRIM_ERROR_SIZE, "too large");
-    CHECK_ERROR(kvprim_preset_find("fp8", data, 1, 1, 0, &p), KVPRIM_ERROR_ARGUMENT,
-                "no preset is called 'fp8': there are fp8_ds_mla, fp8_ds_mla_sglang, fp8_ds_mla_v4, fp8_indexer and "
-                "fp8_indexer_ue8m0");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 1, INT64_MAX / 100, 0, &p), KVPRIM_ERROR_SIZE, "too large");
+    CHECK_ERROR(find_quantised("fp8", data, 1, 1, 0, &p), KVPRIM_ERROR_ARGUMENT,
+                "'fp8' is neither a name of >>layout nor an order of LBHN2C");
 }
 
 /* ---- bad descriptors ---- */
