@@ -1866,22 +1866,29 @@ KVPRIM_INLINE kvpi_prefix_fn *kvpi_prefix_variant(void)
 }
 #endif
 
+/* Equal tokens of up to 3, without a call. */
+#define KVPRIM_PREFIX_FEW(a, b, n)                                                                                     \
+    ((n) == 0 || (a)[0] != (b)[0] ? 0 : (n) == 1 || (a)[1] != (b)[1] ? 1 : 2 + (size_t)((n) == 3 && (a)[2] == (b)[2]))
+
 KVPRIM_API size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
 {
     KVPRIM_RANGE("kvprim_prefix_i32");
+    const size_t n = kvpi_min(a_len, b_len);
     if (!KVPRIM_LIKELY(a && b))
         return kvpi_prefix_null("kvprim_prefix_i32", a, a_len, b, b_len);
-    return kvpi_prefix_variant()(a, a_len, b, b_len);
+    return n > 3 ? kvpi_prefix_variant()(a, n, b, n) : KVPRIM_PREFIX_FEW(a, b, n);
 }
 
 KVPRIM_API size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len)
 {
     KVPRIM_RANGE("kvprim_prefix_i64");
+    const size_t n = kvpi_min(a_len, b_len);
+    const int32_t *const x = (const int32_t *)(const void *)a, *const y = (const int32_t *)(const void *)b;
     if (!KVPRIM_LIKELY(a && b))
         return kvpi_prefix_null("kvprim_prefix_i64", a, a_len, b, b_len);
-    const size_t n = 2 * kvpi_min(a_len, b_len);
-    return kvpi_prefix_variant()((const int32_t *)(const void *)a, n, (const int32_t *)(const void *)b, n) / 2;
+    return n > 3 ? kvpi_prefix_variant()(x, 2 * n, y, 2 * n) / 2 : KVPRIM_PREFIX_FEW(a, b, n);
 }
+#undef KVPRIM_PREFIX_FEW
 
 KVPRIM_API size_t kvprim_prefix_pages(size_t matched, size_t page_rows)
 {
