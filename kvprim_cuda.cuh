@@ -24,7 +24,7 @@
 
    Contents (search for the tag):
        >>config      macros that you may define
-       >>gpu_move    gather, store, slots, transfer, unpack, unpack_meta, copy, and checked moves
+       >>gpu_move    gather, store, slots, transfer, unpack, unpack_meta, copy, fetch, and checked moves
        >>device      device functions for your own kernels: where rows lie, copies by a warp
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
@@ -53,6 +53,7 @@
            >>impl_unpack_run      one launch or several, or CUDA's own copy; the checks
            >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
            >>impl_slots           page tables into slots: the kernel and its parameters
+           >>impl_fetch           lookup, eviction and copies in one launch
            >>impl_calls           the public functions
 
    In kvprim.h: all checks of descriptors (>>impl_check), the index rule and the page arithmetic (>>impl_rows), and what
@@ -87,6 +88,7 @@
                                nvcc (13.0) and 0.4 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NO_UNPACK            the same for unpack, unpack_meta and copy (1 s, 0.3 MB), which then return it
+   KVPRIM_NO_FETCH             every translation unit or none, as in kvprim.h
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
 #include "kvprim.h"
@@ -209,6 +211,18 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unp
    enqueues a cudaMemsetAsync. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc,
                                                          const kvprim_cuda_launch *launch);
+
+#ifndef KVPRIM_NO_FETCH
+/* One launch looks up what is wanted and copies the rows that are missing, from pinned host memory or memory of a GPU;
+   ordinary host memory is KVPRIM_ERROR_ARGUMENT if it is k, v or set.memory (see kvprim_cuda_transfer). A request is
+   looked up by one block, 4,096 entries at a time; up to 32 more blocks copy the rows of all requests. Fast if rows and
+   strides are multiples of 16 bytes. All calls with a set follow each other in stream order. Errors also: SIZE (rows in
+   2^31 pieces or more). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc,
+                                                          const kvprim_cuda_launch *launch);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch_reset(const kvprim_fetch_set *set, int64_t state,
+                                                                const kvprim_cuda_launch *launch);
+#endif
 
 #ifdef __cplusplus
 }
@@ -437,7 +451,22 @@ KVPRIM_LOAD(kvpc_load_u8, uint32_t, "u8", "=r")
 KVPRIM_LOAD(kvpc_load_i32, int32_t, "s32", "=r")
 KVPRIM_LOAD(kvpc_load_i64, int64_t, "s64", "=l")
 KVPRIM_LOAD(kvpc_load_f32, float, "f32", "=f")
+KVPRIM_LOAD(kvpc_load_new, int32_t, "cg.s32", "=r") /* past the first cache: what atomics and other threads wrote */
 #undef KVPRIM_LOAD
+
+/* Returns what was there before. */
+KVPRIM_DEVICE uint64_t kvpc_add64(uint64_t address, uint64_t value)
+{
+    return atomicAdd((unsigned long long *)address, (unsigned long long)value);
+}
+
+/* What other threads wrote before they counted is visible then. */
+KVPRIM_DEVICE uint64_t kvpc_load_done(uint64_t address)
+{
+    const uint64_t v = *(const volatile uint64_t *)address;
+    __threadfence();
+    return v;
+}
 
 KVPRIM_DEVICE uint2 kvpc_load8(uint64_t address)
 {
@@ -598,6 +627,25 @@ KVPRIM_DEVICE void kvpc_store_words(const uint64_t *to, const uint4 *v, uint32_t
             kvpc_store16(to[k], v[k]);
         else if (tails && at + k * step < end)
             kvpc_store_tail(to[k], v[k], end - (at + k * step));
+}
+
+/* Returns the sum of this thread's number and those of the block's threads before it. sums: a word for each warp. */
+KVPRIM_DEVICE uint32_t kvpc_sum_up(uint32_t *sums, uint32_t number, uint32_t *all)
+{
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (uint32_t distance = 1; distance < 32; distance *= 2) {
+        const uint32_t before = kvpc_shuffle_up(number, distance);
+        number += lane >= distance ? before : 0;
+    }
+    if (lane == 31)
+        sums[warp] = number;
+    __syncthreads();
+    *all = 0;
+    for (uint32_t w = 0; w < blockDim.x / 32; w++) {
+        number += w < warp ? sums[w] : 0;
+        *all += sums[w];
+    }
+    return number;
 }
 
 /* The addresses of words that lie `step` bytes apart. */
@@ -2337,17 +2385,8 @@ KVPRIM_DEVICE bool kvpc_is_small(const kvpc_meta &p, uint4 m)
 /* Numbers the strips of a range from its first fragment to its last. `strips` are those of this thread's. */
 KVPRIM_DEVICE void kvpc_sum_strips(kvpc_range *r, uint32_t strips)
 {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (uint32_t distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = kvpc_shuffle_up(strips, distance);
-        strips += lane >= distance ? before : 0;
-    }
-    if (lane == 31)
-        r->sums[warp] = strips;
-    __syncthreads();
-    for (uint32_t w = 0; w < warp; w++)
-        strips += r->sums[w];
-    r->first[threadIdx.x + 1] = strips;
+    uint32_t all;
+    r->first[threadIdx.x + 1] = kvpc_sum_up(r->sums, strips, &all);
     if (threadIdx.x == 0)
         r->first[0] = 0;
     __syncthreads();
@@ -5326,6 +5365,487 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
     return kvpc_check_bytes(function, "rejected", d->rejected, 4);
 }
 
+/* >>impl_fetch ------------------------------------------------------------------------------------------------------
+
+   One launch. Its blocks draw numbers: each number below `count` is a request to look up, and who draws a larger one
+   has seen that all lookups have begun. It waits for them to end, and copies its share of the rows that they listed. So
+   nobody waits for a block that may not have started, however few run at once. */
+#ifndef KVPRIM_NO_FETCH
+
+enum {
+    kvpc_fetch_threads = 1024,
+    kvpc_fetch_each = 4,  /* entries of a thread, at most: a block looks up 4,096 at a time */
+    kvpc_fetch_few = 128, /* entries, at most, for which ... */
+    kvpc_fetch_few_threads = 256,
+    kvpc_fetch_copiers = 32, /* blocks that copy beside those that look up: with 16 to 32 the link is full */
+    kvpc_fetch_loads = 4     /* words of a thread */
+};
+
+typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
+
+typedef struct kvpc_fetch {
+    kvprim_fetch_desc d; /* resolved */
+    kvpi_fetch_layout layout;
+    uint32_t entries, each, span; /* entries of a request, of a thread, of a block at a time */
+    uint32_t draws, pdl;
+    uint32_t parts; /* K, K and V, or none */
+    kvpc_fetch_part part[2];
+} kvpc_fetch;
+
+static_assert(sizeof(kvpc_fetch) <= kvpc_params_bytes, "no room");
+
+/* What the threads of a block tell each other. */
+typedef struct kvpc_fetch_block {
+    uint32_t sums[32];
+    int32_t slots[kvpc_fetch_threads * kvpc_fetch_each]; /* that are free, in the order of their last use */
+    uint64_t drawn, done;
+    int32_t head;
+    uint32_t served, first;
+} kvpc_fetch_block;
+
+/* A state under way: addresses, and the ends of its log when the call began. */
+typedef struct kvpc_fetch_state {
+    int64_t number;
+    uint64_t ends, log, stamp, tag, map;
+    int32_t head, base;
+} kvpc_fetch_state;
+
+KVPRIM_DEVICE uint64_t kvpc_word_of(const kvpc_fetch &p, uint32_t word)
+{
+    return (uintptr_t)p.d.set.memory + 8 * word;
+}
+
+/* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
+   launch counts in: words 1 (even launches) and 2, where requests looked up stand above the rows they listed, and 3 and
+   4, where rows are reserved in the list. Who draws the last ends the launch. */
+KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
+{
+    const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
+    const uint32_t next = (uint32_t)(drawn >> 32 & 1) ^ 1;
+    if ((uint32_t)drawn == 0)
+        kvpc_store8(kvpc_word_of(p, 1 + next), uint2{0, 0}), kvpc_store8(kvpc_word_of(p, 3 + next), uint2{0, 0});
+    if ((uint32_t)drawn == p.draws - 1)
+        (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
+    return drawn;
+}
+
+KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type, int64_t i)
+{
+    const uint64_t at = (uintptr_t)data + (uint64_t)i * (type == KVPRIM_I64 ? 8 : 4);
+    const int32_t low = kvpc_load_i32(at), high = type == KVPRIM_I64 ? kvpc_load_i32(at + 4) : low >> 31;
+    return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
+}
+
+/* The entries of this thread, from `first` on. token: -1 is padding, -2 is no token of a state. */
+KVPRIM_DEVICE void kvpc_load_entries(const kvpc_fetch &p, uint32_t request, uint32_t first, int32_t *token)
+{
+    int64_t number[kvpc_fetch_each];
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (number[k] = -1, k < p.each && first + k < p.entries)
+            number[k] = kvpc_load_number(first + k < p.d.fresh_count ? p.d.fresh : p.d.wanted, p.d.wanted_type,
+                                         kvpi_entry_at(&p.d, request, first + k));
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        token[k] = number[k] < 0 ? -1 : number[k] < p.d.set.tokens ? (int32_t)number[k] : -2;
+}
+
+KVPRIM_DEVICE bool kvpc_is_slot(const kvpc_fetch &p, int32_t slot)
+{
+    return (uint32_t)slot < (uint32_t)p.layout.hot_rows;
+}
+
+KVPRIM_DEVICE void kvpc_find_slots(const kvpc_fetch &p, const kvpc_fetch_state &s, const int32_t *token, int32_t *slot)
+{
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (slot[k] = -1, token[k] >= 0)
+            slot[k] = kvpc_load_new(s.map + 4 * (uint64_t)token[k]);
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        slot[k] = kvpc_is_slot(p, slot[k]) ? slot[k] : -1;
+}
+
+/* Entries of the log from `at` on, of this thread; -1 past its end. */
+KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s, int32_t at, int32_t *slot)
+{
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (slot[k] = -1, k < p.each && at + (int32_t)k < s.base)
+            slot[k] = kvpc_load_new(s.log + 4 * (uint64_t)(at + (int32_t)k));
+}
+
+/* Leaves those that are alive; the others become -1. Returns their number. */
+KVPRIM_DEVICE uint32_t kvpc_leave_alive(const kvpc_fetch &p, const kvpc_fetch_state &s, int32_t at, int32_t *slot)
+{
+    uint32_t n = 0;
+    int32_t stamp[kvpc_fetch_each];
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (stamp[k] = -1, kvpc_is_slot(p, slot[k]))
+            stamp[k] = kvpc_load_new(s.stamp + 4 * (uint64_t)slot[k]);
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        slot[k] = stamp[k] == at + (int32_t)k ? slot[k] : -1;
+        n += slot[k] >= 0;
+    }
+    return n;
+}
+
+/* See kvpi_make_room. */
+KVPRIM_DEVICE void kvpc_make_room(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s)
+{
+    const uint32_t logged = (uint32_t)p.layout.logged, head = (uint32_t)s->head, base = (uint32_t)s->base;
+    s->base = (int32_t)(base > logged ? logged : base);
+    s->head = head > (uint32_t)s->base ? s->base : (int32_t)head;
+    if ((uint32_t)s->base + p.entries <= logged)
+        return;
+    uint32_t alive = 0, all;
+    for (int32_t first = s->head; first < s->base; first += (int32_t)p.span) {
+        int32_t slot[kvpc_fetch_each], at = first + (int32_t)(threadIdx.x * p.each);
+        kvpc_load_log(p, *s, at, slot);
+        const uint32_t n = kvpc_leave_alive(p, *s, at, slot);
+        uint32_t to = alive + kvpc_sum_up(b->sums, n, &all) - n;
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            if (slot[k] >= 0) {
+                *(int32_t *)kvpc_global(s->log + 4 * (uint64_t)to) = slot[k];
+                *(int32_t *)kvpc_global(s->stamp + 4 * (uint64_t)slot[k]) = (int32_t)to++;
+            }
+        alive += all;
+        __syncthreads();
+    }
+    s->head = 0, s->base = (int32_t)alive;
+}
+
+/* Marks entries that have a slot as used last. */
+KVPRIM_DEVICE void kvpc_use_slots(const kvpc_fetch_state &s, uint32_t first, const int32_t *slot)
+{
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (slot[k] >= 0)
+            (void)atomicMax((int32_t *)kvpc_global(s.stamp + 4 * (uint64_t)slot[k]), s.base + (int32_t)(first + k));
+}
+
+/* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
+   the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether tokens
+   repeat: if none does, nobody has to look again. */
+KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t first, const int32_t *token,
+                              const int32_t *slot, bool *owns)
+{
+    int32_t before[kvpc_fetch_each], claim[kvpc_fetch_each];
+    bool repeat = false;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        owns[k] = token[k] >= 0 && slot[k] < 0;
+        if (before[k] = -1, owns[k])
+            before[k] =
+                atomicMax((int32_t *)kvpc_global(s.map + 4 * (uint64_t)token[k]), INT32_MAX - (int32_t)(first + k));
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        repeat = repeat || before[k] >= 0;
+    repeat = __syncthreads_or(repeat);
+    if (!repeat)
+        return false;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (claim[k] = 0, owns[k])
+            claim[k] = kvpc_load_new(s.map + 4 * (uint64_t)token[k]);
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        owns[k] = claim[k] == INT32_MAX - (int32_t)(first + k);
+    return true;
+}
+
+/* Where the rows of tokens lie; -1: nowhere. Of fresh ones, nowhere, too. */
+KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t request, uint32_t first,
+                                   const int32_t *token, const bool *owns, int32_t *host)
+{
+    int64_t page[kvpc_fetch_each];
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        page[k] = owns[k] && first + k >= p.d.fresh_count ? 0 : -1;
+        const int64_t at = page[k] == 0 && p.d.pages ? kvpi_page_at(&p.d, request, s.number, token[k]) : page[k];
+        if (page[k] = at, at >= 0 && p.d.pages)
+            page[k] = kvpc_load_number(p.d.pages, p.d.pages_type, at);
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        host[k] = (int32_t)kvpi_host_row(&p.d, page[k], token[k]);
+}
+
+/* Writes to b->slots the first slots of the log that are alive, as many as are wanted, and moves the head past them.
+   Returns how many there are. *rank: takes of this thread, and becomes the number of its first one. */
+KVPRIM_DEVICE uint32_t kvpc_free_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, int32_t *slot,
+                                       uint32_t *rank)
+{
+    const uint32_t takes = *rank;
+    uint32_t wanted = 0, found = 0, all;
+    for (int32_t first = s->head;; first += (int32_t)p.span) {
+        const int32_t at = first + (int32_t)(threadIdx.x * p.each);
+        const uint32_t n = kvpc_leave_alive(p, *s, at, slot), own = n << 16 | (first == s->head ? takes : 0);
+        const uint32_t before = kvpc_sum_up(b->sums, own, &all) - own;
+        if (first == s->head)
+            wanted = all & 0xffff, *rank = before & 0xffff;
+        uint32_t to = found + (before >> 16);
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            if (slot[k] >= 0 && to < wanted) {
+                b->slots[to++] = slot[k];
+                if (to == wanted)
+                    b->head = at + (int32_t)k + 1;
+            }
+        found += all >> 16;
+        __syncthreads();
+        if (found >= wanted || first + (int32_t)p.span >= s->base)
+            break;
+        kvpc_load_log(p, *s, at + (int32_t)p.span, slot);
+    }
+    if (wanted > 0)
+        s->head = found < wanted ? s->base : b->head;
+    return found < wanted ? found : wanted;
+}
+
+/* Gives slots to the tokens of this thread's entries that lack one, and lists the rows to copy, *listed so far. */
+KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, uint32_t request,
+                                   uint32_t first, const int32_t *token, int32_t *slot, bool *owns, uint32_t *listed,
+                                   uint64_t reserved)
+{
+    int32_t freed[kvpc_fetch_each], host[kvpc_fetch_each];
+    uint32_t rank = 0;
+    kvpc_load_log(p, *s, s->head + (int32_t)(threadIdx.x * p.each), freed);
+    const bool repeat = kvpc_claim(p, *s, first, token, slot, owns);
+    kvpc_find_hosts(p, *s, request, first, token, owns, host);
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        rank += owns[k] && (host[k] >= 0 || first + k < p.d.fresh_count);
+    const uint32_t n = kvpc_free_slots(p, b, s, freed, &rank);
+    if (threadIdx.x == 0)
+        b->first = p.d.count == 1 ? *listed : (uint32_t)kvpc_add64(reserved, n);
+    __syncthreads();
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t fresh = first + k < p.d.fresh_count;
+        if (!owns[k] || (host[k] < 0 && !fresh))
+            continue;
+        if (rank < n) {
+            slot[k] = b->slots[rank];
+            const uint32_t row = (uint32_t)(s->number * p.layout.hot_rows + slot[k]);
+            const uint64_t at = (uint64_t)request * p.entries + *listed + rank;
+            kvpc_store8((uintptr_t)p.d.set.memory + (uint64_t)p.layout.list + 8 * (uint64_t)(b->first + rank),
+                        uint2{(uint32_t)host[k], row});
+            if (p.d.plan_src)
+                p.d.plan_src[at] = host[k], p.d.plan_dst[at] = (int32_t)row;
+        }
+        rank++;
+    }
+    *listed += n;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (owns[k]) {
+            const int32_t old =
+                slot[k] < 0
+                    ? -1
+                    : (int32_t)atomicExch((uint32_t *)kvpc_global(s->tag + 4 * (uint64_t)slot[k]), (uint32_t)token[k]);
+            if (old >= 0 && old < p.layout.tokens)
+                *(int32_t *)kvpc_global(s->map + 4 * (uint64_t)old) = -1;
+            *(int32_t *)kvpc_global(s->map + 4 * (uint64_t)token[k]) = slot[k];
+        }
+    if (repeat) {
+        int32_t found[kvpc_fetch_each];
+        __syncthreads();
+        kvpc_find_slots(p, *s, token, found);
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            slot[k] = found[k];
+    }
+    kvpc_use_slots(*s, first, slot);
+}
+
+/* Tells the rows of this thread's entries, and counts them. Of a request that is not served all are -1. */
+KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t request, bool served,
+                                  uint32_t first, const int32_t *token, const int32_t *slot, const bool *owns)
+{
+    uint32_t n = 0;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t e = first + k;
+        if (k >= p.each || e >= p.entries)
+            break;
+        *kvpi_entry_row(&p.d, request, e) = slot[k] < 0 ? -1 : (int32_t)(s.number * p.layout.hot_rows) + slot[k];
+        if (served)
+            *(int32_t *)kvpc_global(s.log + 4 * (uint64_t)(s.base + (int32_t)e)) = slot[k];
+        n += slot[k] < 0           ? (uint32_t)(token[k] != -1 && s.number >= 0) << 20
+             : e < p.d.fresh_count ? 0
+             : owns[k]             ? 1u << 10
+                                   : 1;
+    }
+    if (!p.d.hits && !p.d.misses && !p.d.rejected)
+        return;
+    for (uint32_t mask = 1; mask < 32; mask *= 2)
+        n += kvpc_shuffle_xor(n, mask);
+    uint32_t *const counters[] = {p.d.hits, p.d.misses, p.d.rejected};
+    for (uint32_t k = 0; k < 3 && threadIdx.x % 32 == 0; k++)
+        if (counters[k] && (n >> 10 * k & 1023))
+            atomicAdd(counters[k], n >> 10 * k & 1023);
+}
+
+/* See kvpi_fetch_request. `launch`: its number. */
+KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, uint32_t request, uint32_t launch)
+{
+    const uint64_t memory = (uintptr_t)p.d.set.memory, done = kvpc_word_of(p, 1 + launch % 2);
+    const uint32_t own = threadIdx.x * p.each;
+    int32_t token[kvpc_fetch_each], slot[kvpc_fetch_each] = {-1, -1, -1, -1};
+    bool owns[kvpc_fetch_each] = {}, lacks = false;
+    uint32_t listed = 0;
+    kvpc_fetch_state s;
+    s.number = kvpc_load_number(p.d.state, p.d.state_type, request);
+    kvpc_load_entries(p, request, own, token);
+    const bool is_state = (uint64_t)s.number < (uint64_t)p.d.set.states;
+    s.ends = memory + (uint64_t)p.layout.states + 4 * (uint64_t)p.layout.each * (is_state ? (uint64_t)s.number : 0);
+    s.log = s.ends + 4 * kvpi_fetch_ends, s.stamp = s.log + 4 * (uint64_t)p.layout.logged;
+    s.tag = s.stamp + 4 * (uint64_t)p.layout.hot_rows, s.map = s.tag + 4 * (uint64_t)p.layout.hot_rows;
+    if (threadIdx.x == 0)
+        b->served =
+            is_state && atomicExch((uint32_t *)kvpc_global(memory + 8 * kvpi_fetch_words + 4 * (uint64_t)s.number),
+                                   launch) != launch;
+    s.head = kvpc_load_new(s.ends), s.base = kvpc_load_new(s.ends + 4);
+    if (is_state)
+        kvpc_find_slots(p, s, token, slot);
+    __syncthreads();
+    const bool served = b->served;
+    if (served)
+        kvpc_make_room(p, b, &s);
+    for (uint32_t first = own; served && first - own < p.entries; first += p.span) { /* what is there stays there */
+        if (first != own) {
+            kvpc_load_entries(p, request, first, token);
+            kvpc_find_slots(p, s, token, slot);
+        }
+        kvpc_use_slots(s, first, slot);
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            lacks = lacks || (token[k] >= 0 && slot[k] < 0);
+    }
+    const bool missing = __syncthreads_or(lacks);
+    if (!missing && threadIdx.x == 0)
+        (void)kvpc_add64(done, (uint64_t)1 << 32);
+    for (uint32_t first = own; first - own < p.entries; first += p.span) {
+        if (p.entries > p.span) {
+            kvpc_load_entries(p, request, first, token);
+            for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+                slot[k] = -1, owns[k] = false;
+            if (served)
+                kvpc_find_slots(p, s, token, slot);
+        }
+        if (!served)
+            for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+                slot[k] = -1;
+        if (missing)
+            kvpc_take_slots(p, b, &s, request, first, token, slot, owns, &listed, kvpc_word_of(p, 3 + launch % 2));
+        kvpc_tell_rows(p, s, request, served, first, token, slot, owns);
+        if (missing)
+            __syncthreads(); /* the next tokens may be the same */
+    }
+    if (missing && threadIdx.x == 0) {
+        __threadfence();
+        (void)kvpc_add64(done, ((uint64_t)1 << 32) + listed);
+    }
+    if (served && threadIdx.x == 0) {
+        *(int32_t *)kvpc_global(s.ends) = s.head;
+        *(int32_t *)kvpc_global(s.ends + 4) = s.base + (int32_t)p.entries;
+    }
+    for (uint32_t k = listed + threadIdx.x; p.d.plan_src && k < p.entries; k += blockDim.x) {
+        const uint64_t at = (uint64_t)request * p.entries + k;
+        p.d.plan_src[at] = p.d.plan_dst[at] = -1;
+    }
+}
+
+/* Copies this block's share of the rows that were listed. */
+KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch_part &p, uint32_t listed)
+{
+    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
+    const uint32_t in_block = blockDim.x >> p.lanes_shift, total = listed * (uint32_t)p.task.chunks.by;
+    for (uint32_t work = blockIdx.x + gridDim.x * (threadIdx.x >> p.lanes_shift); work < total;
+         work += gridDim.x * in_block) {
+        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, false);
+        if (kvpc_is_words(c)) {
+            uint4 v[kvpc_fetch_loads];
+            kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+            kvpc_store_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+        } else
+            kvpc_copy_chunk<1>(c, lane, lanes);
+    }
+}
+
+static __global__ void __launch_bounds__(kvpc_fetch_threads)
+    kvpc_fetch_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch KVPRIM_IN_PLACE p)
+{
+    __shared__ kvpc_fetch_block b;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (;;) {
+        if (threadIdx.x == 0)
+            b.drawn = kvpc_draw(p);
+        __syncthreads();
+        if ((uint32_t)b.drawn >= p.d.count)
+            break;
+        kvpc_fetch_request(p, &b, (uint32_t)b.drawn, (uint32_t)(b.drawn >> 32));
+        __syncthreads();
+    }
+    if (p.parts == 0)
+        return;
+    if (threadIdx.x == 0)
+        do
+            b.done = kvpc_load_done(kvpc_word_of(p, 1 + (uint32_t)(b.drawn >> 32 & 1)));
+        while (b.done >> 32 < (uint64_t)p.d.count);
+    __syncthreads();
+    for (uint32_t k = 0; k < p.parts; k++)
+        kvpc_copy_listed(p.part[k], (uint32_t)b.done);
+}
+
+typedef struct kvpc_fetch_reset {
+    uint64_t memory, words, total; /* words at the start that become zeros; of states */
+    kvpi_fetch_layout layout;
+    uint64_t states;
+    uint32_t pdl;
+} kvpc_fetch_reset;
+
+static __global__ void __launch_bounds__(kvpc_fetch_threads)
+    kvpc_fetch_reset_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch_reset KVPRIM_IN_PLACE p)
+{
+    const uint64_t threads = (uint64_t)gridDim.x * blockDim.x, first = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (uint64_t w = first; w < p.words; w += threads)
+        *(int32_t *)kvpc_global(p.memory + 4 * w) = 0;
+    for (uint64_t w = first; w < p.total; w += threads) {
+        const uint64_t each = (uint64_t)p.layout.each,
+                       in_state = w - (uint64_t)kvpi_divided((int64_t)w, p.layout.each) * each;
+        *(int32_t *)kvpc_global(p.states + 4 * w) = kvpi_fetch_empty(&p.layout, (int64_t)in_state);
+    }
+}
+
+/* d is resolved. */
+static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_desc *d, const kvprim_move *moves)
+{
+    kvpc_fetch p;
+    const int64_t entries = d->fresh_count + d->steps * d->top_k;
+    const kvpc_slice slice = {0, 1, 0, d->count * entries};
+    p.d = *d, p.layout = kvpi_fetch_layout_of(&d->set);
+    p.entries = (uint32_t)entries, p.pdl = call->launch.pdl != 0, p.parts = 0;
+    for (const kvprim_move *m = moves; m < moves + 2 && m->count; m++) {
+        kvpc_fetch_part *const part = &p.part[p.parts++];
+        (void)kvpc_fill_listed(call, m, &slice, part);
+        const uint64_t unit = part->task.unit_bytes;
+        kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 1024 ? 4 : 5, kvpc_fetch_loads);
+        if (part->total >= (uint64_t)1 << 31)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes 2^31 pieces or more", call->function,
+                               m->names->row_bytes, (long long)m->row_bytes);
+    }
+    const uint32_t threads = p.entries <= kvpc_fetch_few ? kvpc_fetch_few_threads : kvpc_fetch_threads;
+    const uint32_t each = (p.entries + threads - 1) / threads, sms = kvpc_multiprocessors();
+    p.each = each < kvpc_fetch_each ? each : (uint32_t)kvpc_fetch_each;
+    p.span = threads * p.each;
+    const uint64_t wanted = (uint64_t)d->count + (p.parts ? kvpc_fetch_copiers : 0);
+    const uint32_t most =
+        call->launch.max_sms && (uint32_t)call->launch.max_sms < sms ? (uint32_t)call->launch.max_sms : sms;
+    const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
+    p.draws = (uint32_t)d->count + blocks;
+    return kvpc_start(call, kvpc_fetch_kernel, blocks, threads, p);
+}
+
+static kvprim_status kvpc_run_fetch_reset(const kvpc_call *call, const kvprim_fetch_set *set, int64_t state)
+{
+    kvpc_fetch_reset p;
+    p.layout = kvpi_fetch_layout_of(set), p.pdl = call->launch.pdl != 0;
+    p.memory = (uintptr_t)set->memory, p.words = state < 0 ? (uint64_t)p.layout.list / 4 : 0;
+    p.states = p.memory + (uint64_t)(p.layout.states + 4 * p.layout.each * (state < 0 ? 0 : state));
+    p.total = (uint64_t)(p.layout.each * (state < 0 ? set->states : 1));
+    const uint64_t wanted = (p.words + p.total) / (4 * kvpc_fetch_threads) + 1;
+    const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : 2 * (uint64_t)kvpc_multiprocessors();
+    return kvpc_start(call, kvpc_fetch_reset_kernel, (uint32_t)(wanted < most ? wanted : most), kvpc_fetch_threads, p);
+}
+#endif
+
 /* >>impl_calls ----------------------------------------------------------------------------------------------------- */
 
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
@@ -5396,6 +5916,35 @@ KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kv
     KVPRIM_RANGE("kvprim_cuda_copy");
     return kvpc_run_unpack("kvprim_cuda_copy", desc, kvprim_copy_check, launch);
 }
+
+#ifndef KVPRIM_NO_FETCH
+KVPRIM_API kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc, const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_fetch");
+    kvprim_fetch_desc d;
+    kvprim_move moves[2];
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_fetch_check(desc, &d, moves)));
+    if (d.count == 0)
+        return KVPRIM_OK;
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_fetch", launch));
+    for (int part = 0; part < 2; part++)
+        KVPRIM_TRY(kvpc_check_reach(call.function, &moves[part]));
+    KVPRIM_TRY(kvpc_check_memory(call.function, moves, 2));
+    return kvpc_run_fetch(&call, &d, moves);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_fetch_reset(const kvprim_fetch_set *set, int64_t state,
+                                                 const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_fetch_reset");
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_fetch_reset_check(set, state)));
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_fetch_reset", launch));
+    KVPRIM_TRY(kvpc_check_bytes(call.function, "set.memory", set->memory, (uint64_t)set->bytes));
+    return kvpc_run_fetch_reset(&call, set, state);
+}
+#endif
 
 #endif /* implementation */
 
