@@ -5521,8 +5521,8 @@ KVPRIM_DEVICE void kvpc_use_slots(const kvpc_fetch_state &s, uint32_t first, con
 /* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
    the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether tokens
    repeat: if none does, nobody has to look again. */
-KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t first, const int32_t *token,
-                              const int32_t *slot, bool *owns)
+KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, uint32_t first, const int32_t *token, const int32_t *slot,
+                              bool *owns)
 {
     int32_t before[kvpc_fetch_each], claim[kvpc_fetch_each];
     bool repeat = false;
@@ -5599,7 +5599,7 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
     int32_t freed[kvpc_fetch_each], host[kvpc_fetch_each];
     uint32_t rank = 0;
     kvpc_load_log(p, *s, s->head + (int32_t)(threadIdx.x * p.each), freed);
-    const bool repeat = kvpc_claim(p, *s, first, token, slot, owns);
+    const bool repeat = kvpc_claim(*s, first, token, slot, owns);
     kvpc_find_hosts(p, *s, request, first, token, owns, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         rank += owns[k] && (host[k] >= 0 || first + k < p.d.fresh_count);
@@ -5826,8 +5826,7 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
     p.each = each < kvpc_fetch_each ? each : (uint32_t)kvpc_fetch_each;
     p.span = threads * p.each;
     const uint64_t wanted = (uint64_t)d->count + (p.parts ? kvpc_fetch_copiers : 0);
-    const uint32_t most =
-        call->launch.max_sms && (uint32_t)call->launch.max_sms < sms ? (uint32_t)call->launch.max_sms : sms;
+    const uint32_t most = call->launch.max_sms ? (uint32_t)call->launch.max_sms : sms;
     const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
     p.draws = (uint32_t)d->count + blocks;
     return kvpc_start(call, kvpc_fetch_kernel, blocks, threads, p);
