@@ -1081,7 +1081,7 @@ KVPRIM_ANYWHERE kvpi_fetch_layout kvpi_fetch_layout_of(const kvprim_fetch_set *s
 {
     kvpi_fetch_layout l;
     l.hot_rows = set->hot_rows, l.tokens = set->tokens;
-    l.logged = 4 * set->hot_rows + set->entries;
+    l.logged = 4 * set->hot_rows + 2 * set->entries;
     l.each = (kvpi_fetch_ends + l.logged + 2 * l.hot_rows + l.tokens + 3) / 4 * 4;
     l.list = (8 * kvpi_fetch_words + 4 * set->states + 15) / 16 * 16;
     l.states = l.list + (8 * set->states * set->entries + 15) / 16 * 16;
@@ -4967,16 +4967,12 @@ static int kvpi_is_alive(const kvpi_fetch *f, const kvpi_fetch_state *s, int64_t
     return kvpi_is_slot(f, s->log[at]) && s->stamp[s->log[at]] == at;
 }
 
-/* Makes room in the log for the entries of a call. Ends that the caller has overwritten do no more harm than to the
-   order. */
+/* Moves what is alive to the log's start, unless there is room for the entries of another call. */
 static void kvpi_make_room(const kvpi_fetch *f, kvpi_fetch_state *s)
 {
-    const int64_t logged = f->layout.logged;
-    s->base = s->ends[1] < 0 || s->ends[1] > logged ? logged : s->ends[1];
-    s->head = s->ends[0] < 0 || s->ends[0] > s->base ? s->base : s->ends[0];
-    if (s->base + f->entries <= logged)
-        return;
     int64_t alive = 0;
+    if (s->base <= f->layout.logged - f->d.set.entries)
+        return;
     for (int64_t at = s->head; at < s->base; at++)
         if (kvpi_is_alive(f, s, at)) {
             const int32_t slot = s->log[at];
@@ -5048,7 +5044,9 @@ static void kvpi_fetch_request(kvpi_fetch *f, int64_t request)
         s.ends = (int32_t *)((char *)d->set.memory + l->states) + number * l->each;
         s.log = s.ends + kvpi_fetch_ends, s.stamp = s.log + l->logged;
         s.tag = s.stamp + l->hot_rows, s.map = s.tag + l->hot_rows;
-        kvpi_make_room(f, &s);
+        const uint32_t room = (uint32_t)(l->logged - f->entries), head = (uint32_t)s.ends[0],
+                       base = (uint32_t)s.ends[1];
+        s.base = base < room ? base : room, s.head = head < s.base ? head : s.base;
     }
     for (int64_t e = 0; served && e < f->entries; e++) { /* what is there stays there */
         const int64_t token = kvpi_entry_token(d, request, e);
@@ -5066,8 +5064,11 @@ static void kvpi_fetch_request(kvpi_fetch *f, int64_t request)
         if (slot >= 0)
             s.stamp[slot] = (int32_t)(s.base + e);
     }
-    if (served)
-        s.ends[0] = (int32_t)s.head, s.ends[1] = (int32_t)(s.base + f->entries);
+    if (served) {
+        s.base += f->entries;
+        kvpi_make_room(f, &s);
+        s.ends[0] = (int32_t)s.head, s.ends[1] = (int32_t)s.base;
+    }
     kvpi_write_plan(f, request, first);
 }
 

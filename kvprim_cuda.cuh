@@ -460,12 +460,10 @@ KVPRIM_DEVICE uint64_t kvpc_add64(uint64_t address, uint64_t value)
     return atomicAdd((unsigned long long *)address, (unsigned long long)value);
 }
 
-/* What other threads wrote before they counted is visible then. */
+/* What another block counts now. */
 KVPRIM_DEVICE uint64_t kvpc_load_done(uint64_t address)
 {
-    const uint64_t v = *(const volatile uint64_t *)address;
-    __threadfence();
-    return v;
+    return *(const volatile uint64_t *)address;
 }
 
 KVPRIM_DEVICE uint2 kvpc_load8(uint64_t address)
@@ -5367,28 +5365,33 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
 
 /* >>impl_fetch ------------------------------------------------------------------------------------------------------
 
-   One launch. Its blocks draw numbers: each number below `count` is a request to look up, and who draws a larger one
-   has seen that all lookups have begun. It waits for them to end, and copies its share of the rows that they listed. So
-   nobody waits for a block that may not have started, however few run at once. */
+   One launch. Its blocks draw numbers. Each number below `count` is a request to look up. Who draws a larger one knows
+   that all lookups have begun, waits for their end, and copies its share of the rows that they listed. So no block waits
+   for one that may not have started, however few run at once.
+
+   With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
+   instructions, which are fetched anew: so a thread has two entries, in registers. */
 #ifndef KVPRIM_NO_FETCH
 
 enum {
     kvpc_fetch_threads = 1024,
-    kvpc_fetch_each = 4,  /* entries of a thread, at most: a block looks up 4,096 at a time */
-    kvpc_fetch_few = 128, /* entries, at most, for which ... */
-    kvpc_fetch_few_threads = 256,
-    kvpc_fetch_copiers = 32, /* blocks that copy beside those that look up: with 16 to 32 the link is full */
-    kvpc_fetch_loads = 4     /* words of a thread */
+    kvpc_fetch_few_threads = 256, /* of up to as many entries */
+    kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
+    kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
+    kvpc_fetch_loads = 4          /* words of a thread that copies */
 };
 
 typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
 
 typedef struct kvpc_fetch {
-    kvprim_fetch_desc d; /* resolved */
+    uint32_t count, draws, entries, fresh, each, span; /* span: entries that a block looks up at a time */
+    uint32_t tokens, hot_rows, logged, longest, parts,
+        pdl;                 /* longest: where a log may end; parts: 1 with K, 2 with V */
+    kvpc_divisor32 by_top_k; /* 0: one step */
+    uint64_t step_gap;       /* bytes from a step's last token to the next one's first */
+    kvpc_divisor by_page;    /* rows of a page; 0: no pages */
     kvpi_fetch_layout layout;
-    uint32_t entries, each, span; /* entries of a request, of a thread, of a block at a time */
-    uint32_t draws, pdl;
-    uint32_t parts; /* K, K and V, or none */
+    kvprim_fetch_desc d; /* resolved */
     kvpc_fetch_part part[2];
 } kvpc_fetch;
 
@@ -5403,349 +5406,333 @@ typedef struct kvpc_fetch_block {
     uint32_t served, first;
 } kvpc_fetch_block;
 
-/* A state under way: addresses, and the ends of its log when the call began. */
+/* A request under way: addresses, and the ends of its state's log when the call began. */
 typedef struct kvpc_fetch_state {
-    int64_t number;
-    uint64_t ends, log, stamp, tag, map;
-    int32_t head, base;
+    uint64_t number, ends, log, stamp, tag, map;
+    uint32_t request, head, base;
 } kvpc_fetch_state;
+
+/* What a thread knows of its entries. token: -1 is padding, -2 is no token of a state. */
+typedef struct kvpc_entries {
+    uint32_t first; /* entry k is `first` + k */
+    int32_t token[kvpc_fetch_each], slot[kvpc_fetch_each];
+    bool owns[kvpc_fetch_each];
+} kvpc_entries;
 
 KVPRIM_DEVICE uint64_t kvpc_word_of(const kvpc_fetch &p, uint32_t word)
 {
     return (uintptr_t)p.d.set.memory + 8 * word;
 }
 
+/* Element i of int32 in memory that this launch writes. */
+KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
+{
+    return (int32_t *)kvpc_global(address + 4 * (uint64_t)(uint32_t)i);
+}
+
 /* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
-   launch counts in: words 1 (even launches) and 2, where requests looked up stand above the rows they listed, and 3 and
-   4, where rows are reserved in the list. Who draws the last ends the launch. */
+   launch counts in: words 1 (even launches) and 2, where requests looked up stand above the rows that they listed, and
+   words 3 and 4, where rows are reserved in the list. Who draws the last number ends the launch. */
 KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
 {
     const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
     const uint32_t next = (uint32_t)(drawn >> 32 & 1) ^ 1;
     if ((uint32_t)drawn == 0)
-        kvpc_store8(kvpc_word_of(p, 1 + next), uint2{0, 0}), kvpc_store8(kvpc_word_of(p, 3 + next), uint2{0, 0});
+        for (uint32_t word = 1; word < 5; word += 2)
+            kvpc_store8(kvpc_word_of(p, word + next), uint2{0, 0});
     if ((uint32_t)drawn == p.draws - 1)
         (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
     return drawn;
 }
 
-KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type, int64_t i)
+KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type, uint64_t i)
 {
-    const uint64_t at = (uintptr_t)data + (uint64_t)i * (type == KVPRIM_I64 ? 8 : 4);
+    const uint64_t at = (uintptr_t)data + i * (type == KVPRIM_I64 ? 8 : 4);
     const int32_t low = kvpc_load_i32(at), high = type == KVPRIM_I64 ? kvpc_load_i32(at + 4) : low >> 31;
     return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
 }
 
-/* The entries of this thread, from `first` on. token: -1 is padding, -2 is no token of a state. */
-KVPRIM_DEVICE void kvpc_load_entries(const kvpc_fetch &p, uint32_t request, uint32_t first, int32_t *token)
+KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_entries *x)
 {
-    int64_t number[kvpc_fetch_each];
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (number[k] = -1, k < p.each && first + k < p.entries)
-            number[k] = kvpc_load_number(first + k < p.d.fresh_count ? p.d.fresh : p.d.wanted, p.d.wanted_type,
-                                         kvpi_entry_at(&p.d, request, first + k));
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        token[k] = number[k] < 0 ? -1 : number[k] < p.d.set.tokens ? (int32_t)number[k] : -2;
-}
-
-KVPRIM_DEVICE bool kvpc_is_slot(const kvpc_fetch &p, int32_t slot)
-{
-    return (uint32_t)slot < (uint32_t)p.layout.hot_rows;
-}
-
-KVPRIM_DEVICE void kvpc_find_slots(const kvpc_fetch &p, const kvpc_fetch_state &s, const int32_t *token, int32_t *slot)
-{
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (slot[k] = -1, token[k] >= 0)
-            slot[k] = kvpc_load_new(s.map + 4 * (uint64_t)token[k]);
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        slot[k] = kvpc_is_slot(p, slot[k]) ? slot[k] : -1;
-}
-
-/* Entries of the log from `at` on, of this thread; -1 past its end. */
-KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s, int32_t at, int32_t *slot)
-{
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (slot[k] = -1, k < p.each && at + (int32_t)k < s.base)
-            slot[k] = kvpc_load_new(s.log + 4 * (uint64_t)(at + (int32_t)k));
-}
-
-/* Leaves those that are alive; the others become -1. Returns their number. */
-KVPRIM_DEVICE uint32_t kvpc_leave_alive(const kvpc_fetch &p, const kvpc_fetch_state &s, int32_t at, int32_t *slot)
-{
-    uint32_t n = 0;
-    int32_t stamp[kvpc_fetch_each];
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (stamp[k] = -1, kvpc_is_slot(p, slot[k]))
-            stamp[k] = kvpc_load_new(s.stamp + 4 * (uint64_t)slot[k]);
+    const bool wide = p.d.wanted_type == KVPRIM_I64;
+    const uint32_t size = wide ? 8 : 4;
+    const uint64_t fresh = (uintptr_t)p.d.fresh + size * (uint64_t)request * (uint64_t)p.d.fresh_stride;
+    const uint64_t steps = (uint64_t)request * (uint32_t)p.d.steps;
+    const uint64_t wanted = (uintptr_t)p.d.wanted + size * (steps * (uint64_t)p.d.wanted_stride - p.fresh);
+    int32_t low[kvpc_fetch_each], high[kvpc_fetch_each];
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        slot[k] = stamp[k] == at + (int32_t)k ? slot[k] : -1;
-        n += slot[k] >= 0;
+        const uint32_t e = x->first + k;
+        const uint64_t gaps = p.step_gap ? kvpc_divide(e - p.fresh, p.by_top_k) * p.step_gap : 0;
+        const uint64_t at = (e < p.fresh ? fresh : wanted + gaps) + e * size;
+        low[k] = high[k] = -1;
+        if (k < p.each && e < p.entries)
+            low[k] = kvpc_load_i32(at), high[k] = wide ? kvpc_load_i32(at + 4) : 0;
     }
-    return n;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        high[k] = wide ? high[k] : low[k] >> 31;
+        x->token[k] = high[k] < 0 ? -1 : high[k] == 0 && (uint32_t)low[k] < p.tokens ? low[k] : -2;
+    }
 }
 
-/* See kvpi_make_room. */
-KVPRIM_DEVICE void kvpc_make_room(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s)
+KVPRIM_DEVICE void kvpc_find_slots(const kvpc_fetch &p, const kvpc_fetch_state &s, kvpc_entries *x)
 {
-    const uint32_t logged = (uint32_t)p.layout.logged, head = (uint32_t)s->head, base = (uint32_t)s->base;
-    s->base = (int32_t)(base > logged ? logged : base);
-    s->head = head > (uint32_t)s->base ? s->base : (int32_t)head;
-    if ((uint32_t)s->base + p.entries <= logged)
-        return;
-    uint32_t alive = 0, all;
-    for (int32_t first = s->head; first < s->base; first += (int32_t)p.span) {
-        int32_t slot[kvpc_fetch_each], at = first + (int32_t)(threadIdx.x * p.each);
-        kvpc_load_log(p, *s, at, slot);
-        const uint32_t n = kvpc_leave_alive(p, *s, at, slot);
-        uint32_t to = alive + kvpc_sum_up(b->sums, n, &all) - n;
-        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-            if (slot[k] >= 0) {
-                *(int32_t *)kvpc_global(s->log + 4 * (uint64_t)to) = slot[k];
-                *(int32_t *)kvpc_global(s->stamp + 4 * (uint64_t)slot[k]) = (int32_t)to++;
-            }
-        alive += all;
-        __syncthreads();
-    }
-    s->head = 0, s->base = (int32_t)alive;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (x->slot[k] = -1, x->token[k] >= 0)
+            x->slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k]));
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        x->slot[k] = (uint32_t)x->slot[k] < p.hot_rows ? x->slot[k] : -1;
 }
 
 /* Marks entries that have a slot as used last. */
-KVPRIM_DEVICE void kvpc_use_slots(const kvpc_fetch_state &s, uint32_t first, const int32_t *slot)
+KVPRIM_DEVICE void kvpc_use_slots(const kvpc_fetch_state &s, const kvpc_entries &x)
 {
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (slot[k] >= 0)
-            (void)atomicMax((int32_t *)kvpc_global(s.stamp + 4 * (uint64_t)slot[k]), s.base + (int32_t)(first + k));
+        if (x.slot[k] >= 0)
+            (void)atomicMax(kvpc_at(s.stamp, x.slot[k]), (int32_t)(s.base + x.first + k));
 }
 
-/* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
-   the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether tokens
-   repeat: if none does, nobody has to look again. */
-KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, uint32_t first, const int32_t *token, const int32_t *slot,
-                              bool *owns)
+/* This thread's entries of the log, from `at` on. */
+KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t at, int32_t *slot)
 {
-    int32_t before[kvpc_fetch_each], claim[kvpc_fetch_each];
-    bool repeat = false;
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        owns[k] = token[k] >= 0 && slot[k] < 0;
-        if (before[k] = -1, owns[k])
-            before[k] =
-                atomicMax((int32_t *)kvpc_global(s.map + 4 * (uint64_t)token[k]), INT32_MAX - (int32_t)(first + k));
-    }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        repeat = repeat || before[k] >= 0;
-    repeat = __syncthreads_or(repeat);
-    if (!repeat)
-        return false;
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (claim[k] = 0, owns[k])
-            claim[k] = kvpc_load_new(s.map + 4 * (uint64_t)token[k]);
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        owns[k] = claim[k] == INT32_MAX - (int32_t)(first + k);
-    return true;
+        if (slot[k] = -1, k < p.each && at + k < s.base)
+            slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.log, (int32_t)(at + k)));
 }
 
-/* Where the rows of tokens lie; -1: nowhere. Of fresh ones, nowhere, too. */
-KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t request, uint32_t first,
-                                   const int32_t *token, const bool *owns, int32_t *host)
+/* Numbers the slots of the log that are alive, from its head on. `room`: moves them all to the log's start. Otherwise
+   writes the first ones to b->slots, as many as entries want one, and moves the head past them. Returns how many there
+   are. *rank: how many entries of this thread want one, and becomes the number of the first. `slot` holds the thread's
+   first entries of the log. */
+template <bool room>
+KVPRIM_DEVICE uint32_t kvpc_read_log(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, int32_t *slot,
+                                     uint32_t *rank)
 {
-    int64_t page[kvpc_fetch_each];
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        page[k] = owns[k] && first + k >= p.d.fresh_count ? 0 : -1;
-        const int64_t at = page[k] == 0 && p.d.pages ? kvpi_page_at(&p.d, request, s.number, token[k]) : page[k];
-        if (page[k] = at, at >= 0 && p.d.pages)
-            page[k] = kvpc_load_number(p.d.pages, p.d.pages_type, at);
-    }
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        host[k] = (int32_t)kvpi_host_row(&p.d, page[k], token[k]);
-}
-
-/* Writes to b->slots the first slots of the log that are alive, as many as are wanted, and moves the head past them.
-   Returns how many there are. *rank: takes of this thread, and becomes the number of its first one. */
-KVPRIM_DEVICE uint32_t kvpc_free_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, int32_t *slot,
-                                       uint32_t *rank)
-{
-    const uint32_t takes = *rank;
-    uint32_t wanted = 0, found = 0, all;
-    for (int32_t first = s->head;; first += (int32_t)p.span) {
-        const int32_t at = first + (int32_t)(threadIdx.x * p.each);
-        const uint32_t n = kvpc_leave_alive(p, *s, at, slot), own = n << 16 | (first == s->head ? takes : 0);
+    uint32_t wanted = room ? p.hot_rows : 0, found = 0, all, own = room ? 0 : *rank;
+    for (uint32_t at = s->head + threadIdx.x * p.each;; at += p.span) {
+        int32_t stamp[kvpc_fetch_each], next[kvpc_fetch_each];
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            if (stamp[k] = -1, (uint32_t)slot[k] < p.hot_rows)
+                stamp[k] = kvpc_load_new((uintptr_t)kvpc_at(s->stamp, slot[k]));
+        kvpc_load_log(p, *s, at + p.span, next);
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            own += stamp[k] == (int32_t)(at + k) ? 1u << 16 : 0;
         const uint32_t before = kvpc_sum_up(b->sums, own, &all) - own;
-        if (first == s->head)
+        if (!room && found == 0 && (all & 0xffff))
             wanted = all & 0xffff, *rank = before & 0xffff;
         uint32_t to = found + (before >> 16);
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-            if (slot[k] >= 0 && to < wanted) {
-                b->slots[to++] = slot[k];
-                if (to == wanted)
-                    b->head = at + (int32_t)k + 1;
+            if (stamp[k] == (int32_t)(at + k) && to < wanted) {
+                if (room)
+                    *kvpc_at(s->log, (int32_t)to) = slot[k], *kvpc_at(s->stamp, slot[k]) = (int32_t)to;
+                else
+                    b->slots[to] = slot[k];
+                if (++to == wanted)
+                    b->head = (int32_t)(at + k + 1);
             }
-        found += all >> 16;
+        found += all >> 16, own = 0;
         __syncthreads();
-        if (found >= wanted || first + (int32_t)p.span >= s->base)
+        if (found >= wanted || at - threadIdx.x * p.each + p.span >= s->base)
             break;
-        kvpc_load_log(p, *s, at + (int32_t)p.span, slot);
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            slot[k] = next[k];
     }
     if (wanted > 0)
-        s->head = found < wanted ? s->base : b->head;
+        s->head = found < wanted ? s->base : (uint32_t)b->head;
     return found < wanted ? found : wanted;
 }
 
-/* Gives slots to the tokens of this thread's entries that lack one, and lists the rows to copy, *listed so far. */
-KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, uint32_t request,
-                                   uint32_t first, const int32_t *token, int32_t *slot, bool *owns, uint32_t *listed,
-                                   uint64_t reserved)
+/* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
+   the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether tokens repeat:
+   if none does, nobody has to look again. */
+KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, kvpc_entries *x)
+{
+    int32_t claim[kvpc_fetch_each];
+    bool repeat = false;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        x->owns[k] = x->token[k] >= 0 && x->slot[k] < 0;
+        if (claim[k] = -1, x->owns[k])
+            claim[k] = atomicMax(kvpc_at(s.map, x->token[k]), INT32_MAX - (int32_t)(x->first + k));
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        repeat = repeat || claim[k] >= 0;
+    if (!__syncthreads_or(repeat))
+        return false;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        x->owns[k] =
+            x->owns[k] && kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k])) == INT32_MAX - (int32_t)(x->first + k);
+    return true;
+}
+
+/* Where the rows of owned tokens lie; -1: nowhere. Of fresh ones, nowhere, too. */
+KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, int32_t *host)
+{
+    int64_t page[kvpc_fetch_each];
+    const uint64_t pages = (p.d.pages_by_state ? s.number : s.request) * (uint64_t)p.d.pages_stride;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t in_pages = kvpc_divide((uint32_t)x.token[k], p.by_page);
+        if (page[k] = -1, x.owns[k] && x.first + k >= p.fresh && (!p.by_page.by || in_pages < p.d.max_pages))
+            page[k] = p.by_page.by ? kvpc_load_number(p.d.pages, p.d.pages_type, pages + in_pages) : 0;
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t in_page =
+            (uint32_t)x.token[k] - kvpc_divide((uint32_t)x.token[k], p.by_page) * (uint32_t)p.by_page.by;
+        const uint64_t row = (uint64_t)(uint32_t)page[k] * p.by_page.by + in_page;
+        host[k] = page[k] >= 0 && page[k] <= INT32_MAX && row < (uint64_t)p.d.host_rows ? (int32_t)row : -1;
+    }
+}
+
+/* Gives slots to the tokens of this thread's entries that lack one, and lists the rows to copy: *listed so far. */
+KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
+                                   uint32_t *listed, uint32_t launch)
 {
     int32_t freed[kvpc_fetch_each], host[kvpc_fetch_each];
     uint32_t rank = 0;
-    kvpc_load_log(p, *s, s->head + (int32_t)(threadIdx.x * p.each), freed);
-    const bool repeat = kvpc_claim(*s, first, token, slot, owns);
-    kvpc_find_hosts(p, *s, request, first, token, owns, host);
+    kvpc_load_log(p, *s, s->head + threadIdx.x * p.each, freed);
+    const bool repeat = kvpc_claim(*s, x);
+    kvpc_find_hosts(p, *s, *x, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        rank += owns[k] && (host[k] >= 0 || first + k < p.d.fresh_count);
-    const uint32_t n = kvpc_free_slots(p, b, s, freed, &rank);
+        rank += x->owns[k] && (host[k] >= 0 || x->first + k < p.fresh);
+    const uint32_t n = kvpc_read_log<false>(p, b, s, freed, &rank);
     if (threadIdx.x == 0)
-        b->first = p.d.count == 1 ? *listed : (uint32_t)kvpc_add64(reserved, n);
-    __syncthreads();
+        b->first = p.count == 1 ? *listed : (uint32_t)kvpc_add64(kvpc_word_of(p, 3 + launch % 2), n);
+    if (p.count > 1)
+        __syncthreads();
+    const uint64_t list =
+        kvpc_word_of(p, 0) + (uint64_t)p.layout.list + 8 * (uint64_t)(p.count > 1 ? b->first : *listed);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        const uint32_t fresh = first + k < p.d.fresh_count;
-        if (!owns[k] || (host[k] < 0 && !fresh))
+        if (!x->owns[k] || (host[k] < 0 && x->first + k >= p.fresh))
             continue;
         if (rank < n) {
-            slot[k] = b->slots[rank];
-            const uint32_t row = (uint32_t)(s->number * p.layout.hot_rows + slot[k]);
-            const uint64_t at = (uint64_t)request * p.entries + *listed + rank;
-            kvpc_store8((uintptr_t)p.d.set.memory + (uint64_t)p.layout.list + 8 * (uint64_t)(b->first + rank),
-                        uint2{(uint32_t)host[k], row});
-            if (p.d.plan_src)
+            x->slot[k] = b->slots[rank];
+            const uint32_t row = (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k];
+            kvpc_store8(list + 8 * rank, uint2{(uint32_t)host[k], row});
+            if (p.d.plan_src) {
+                const uint64_t at = (uint64_t)s->request * p.entries + *listed + rank;
                 p.d.plan_src[at] = host[k], p.d.plan_dst[at] = (int32_t)row;
+            }
         }
         rank++;
     }
     *listed += n;
+    if (x->first - threadIdx.x * p.each + p.span >= p.entries) { /* all are listed: tell those that copy */
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)1 << 32) + *listed);
+        }
+    }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (owns[k]) {
-            const int32_t old =
-                slot[k] < 0
-                    ? -1
-                    : (int32_t)atomicExch((uint32_t *)kvpc_global(s->tag + 4 * (uint64_t)slot[k]), (uint32_t)token[k]);
-            if (old >= 0 && old < p.layout.tokens)
-                *(int32_t *)kvpc_global(s->map + 4 * (uint64_t)old) = -1;
-            *(int32_t *)kvpc_global(s->map + 4 * (uint64_t)token[k]) = slot[k];
+        if (x->owns[k]) {
+            uint32_t old = UINT32_MAX;
+            if (x->slot[k] >= 0)
+                old = atomicExch((uint32_t *)kvpc_at(s->tag, x->slot[k]), (uint32_t)x->token[k]);
+            if (old < p.tokens)
+                *kvpc_at(s->map, (int32_t)old) = -1;
+            *kvpc_at(s->map, x->token[k]) = x->slot[k];
         }
     if (repeat) {
-        int32_t found[kvpc_fetch_each];
         __syncthreads();
-        kvpc_find_slots(p, *s, token, found);
-        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-            slot[k] = found[k];
+        kvpc_find_slots(p, *s, x);
     }
-    kvpc_use_slots(*s, first, slot);
+    kvpc_use_slots(*s, *x);
 }
 
 /* Tells the rows of this thread's entries, and counts them. Of a request that is not served all are -1. */
-KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t request, bool served,
-                                  uint32_t first, const int32_t *token, const int32_t *slot, const bool *owns)
+KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, bool served)
 {
+    const uint32_t wanted = p.entries - p.fresh;
+    int32_t *const rows = p.d.rows + (uint64_t)s.request * wanted, *const fresh =
+                                                                       p.d.fresh_rows + (uint64_t)s.request * p.fresh;
     uint32_t n = 0;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        const uint32_t e = first + k;
+        const uint32_t e = x.first + k;
         if (k >= p.each || e >= p.entries)
             break;
-        *kvpi_entry_row(&p.d, request, e) = slot[k] < 0 ? -1 : (int32_t)(s.number * p.layout.hot_rows) + slot[k];
+        const int32_t row = x.slot[k] < 0 ? -1 : (int32_t)((uint32_t)s.number * p.hot_rows) + x.slot[k];
+        *(e < p.fresh ? fresh + e : rows + (e - p.fresh)) = row;
         if (served)
-            *(int32_t *)kvpc_global(s.log + 4 * (uint64_t)(s.base + (int32_t)e)) = slot[k];
-        n += slot[k] < 0           ? (uint32_t)(token[k] != -1 && s.number >= 0) << 20
-             : e < p.d.fresh_count ? 0
-             : owns[k]             ? 1u << 10
-                                   : 1;
+            *kvpc_at(s.log, (int32_t)(s.base + e)) = x.slot[k];
+        n += row < 0       ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
+             : e < p.fresh ? 0
+             : x.owns[k]   ? 1u << 10
+                           : 1;
     }
     if (!p.d.hits && !p.d.misses && !p.d.rejected)
         return;
     for (uint32_t mask = 1; mask < 32; mask *= 2)
         n += kvpc_shuffle_xor(n, mask);
     uint32_t *const counters[] = {p.d.hits, p.d.misses, p.d.rejected};
-    for (uint32_t k = 0; k < 3 && threadIdx.x % 32 == 0; k++)
-        if (counters[k] && (n >> 10 * k & 1023))
+    for (uint32_t k = 0; k < 3; k++)
+        if (threadIdx.x % 32 == 0 && counters[k] && (n >> 10 * k & 1023))
             atomicAdd(counters[k], n >> 10 * k & 1023);
 }
 
-/* See kvpi_fetch_request. `launch`: its number. */
-KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, uint32_t request, uint32_t launch)
+/* See kvpi_fetch_request. The first entries' tokens are loaded. */
+KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
+                                      uint32_t launch)
 {
-    const uint64_t memory = (uintptr_t)p.d.set.memory, done = kvpc_word_of(p, 1 + launch % 2);
-    const uint32_t own = threadIdx.x * p.each;
-    int32_t token[kvpc_fetch_each], slot[kvpc_fetch_each] = {-1, -1, -1, -1};
-    bool owns[kvpc_fetch_each] = {}, lacks = false;
+    const uint32_t own = x->first, room = p.logged - p.entries;
+    const bool is_state = s->number<(uint64_t)p.d.set.states, parts = p.entries> p.span;
+    bool lacks = false;
     uint32_t listed = 0;
-    kvpc_fetch_state s;
-    s.number = kvpc_load_number(p.d.state, p.d.state_type, request);
-    kvpc_load_entries(p, request, own, token);
-    const bool is_state = (uint64_t)s.number < (uint64_t)p.d.set.states;
-    s.ends = memory + (uint64_t)p.layout.states + 4 * (uint64_t)p.layout.each * (is_state ? (uint64_t)s.number : 0);
-    s.log = s.ends + 4 * kvpi_fetch_ends, s.stamp = s.log + 4 * (uint64_t)p.layout.logged;
-    s.tag = s.stamp + 4 * (uint64_t)p.layout.hot_rows, s.map = s.tag + 4 * (uint64_t)p.layout.hot_rows;
+    s->ends = kvpc_word_of(p, 0) + (uint64_t)p.layout.states + 4 * (uint64_t)p.layout.each * (is_state ? s->number : 0);
+    s->log = s->ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
+    s->tag = s->stamp + 4 * p.hot_rows, s->map = s->tag + 4 * p.hot_rows;
     if (threadIdx.x == 0)
-        b->served =
-            is_state && atomicExch((uint32_t *)kvpc_global(memory + 8 * kvpi_fetch_words + 4 * (uint64_t)s.number),
-                                   launch) != launch;
-    s.head = kvpc_load_new(s.ends), s.base = kvpc_load_new(s.ends + 4);
-    if (is_state)
-        kvpc_find_slots(p, s, token, slot);
+        b->served = is_state && atomicExch((uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)s->number),
+                                           launch) != launch;
+    s->head = (uint32_t)kvpc_load_new(s->ends), s->base = (uint32_t)kvpc_load_new(s->ends + 4);
+    kvpc_find_slots(p, *s, x);
+    s->base = s->base < room ? s->base : room, s->head = s->head < s->base ? s->head : s->base;
     __syncthreads();
     const bool served = b->served;
-    if (served)
-        kvpc_make_room(p, b, &s);
-    for (uint32_t first = own; served && first - own < p.entries; first += p.span) { /* what is there stays there */
-        if (first != own) {
-            kvpc_load_entries(p, request, first, token);
-            kvpc_find_slots(p, s, token, slot);
+    for (; served && x->first - own < p.entries; x->first += p.span) { /* what is there stays there */
+        if (x->first != own) {
+            kvpc_load_tokens(p, s->request, x);
+            kvpc_find_slots(p, *s, x);
         }
-        kvpc_use_slots(s, first, slot);
+        kvpc_use_slots(*s, *x);
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-            lacks = lacks || (token[k] >= 0 && slot[k] < 0);
+            lacks = lacks || (x->token[k] >= 0 && x->slot[k] < 0);
     }
     const bool missing = __syncthreads_or(lacks);
     if (!missing && threadIdx.x == 0)
-        (void)kvpc_add64(done, (uint64_t)1 << 32);
-    for (uint32_t first = own; first - own < p.entries; first += p.span) {
-        if (p.entries > p.span) {
-            kvpc_load_entries(p, request, first, token);
-            for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-                slot[k] = -1, owns[k] = false;
-            if (served)
-                kvpc_find_slots(p, s, token, slot);
+        (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), (uint64_t)1 << 32);
+    for (x->first = own; x->first - own < p.entries; x->first += p.span) {
+        if (parts) {
+            kvpc_load_tokens(p, s->request, x);
+            kvpc_find_slots(p, *s, x);
         }
-        if (!served)
-            for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-                slot[k] = -1;
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            x->owns[k] = false, x->slot[k] = served ? x->slot[k] : -1;
         if (missing)
-            kvpc_take_slots(p, b, &s, request, first, token, slot, owns, &listed, kvpc_word_of(p, 3 + launch % 2));
-        kvpc_tell_rows(p, s, request, served, first, token, slot, owns);
-        if (missing)
+            kvpc_take_slots(p, b, s, x, &listed, launch);
+        kvpc_tell_rows(p, *s, *x, served);
+        if (parts)
             __syncthreads(); /* the next tokens may be the same */
     }
-    if (missing && threadIdx.x == 0) {
-        __threadfence();
-        (void)kvpc_add64(done, ((uint64_t)1 << 32) + listed);
-    }
-    if (served && threadIdx.x == 0) {
-        *(int32_t *)kvpc_global(s.ends) = s.head;
-        *(int32_t *)kvpc_global(s.ends + 4) = s.base + (int32_t)p.entries;
-    }
     for (uint32_t k = listed + threadIdx.x; p.d.plan_src && k < p.entries; k += blockDim.x) {
-        const uint64_t at = (uint64_t)request * p.entries + k;
+        const uint64_t at = (uint64_t)s->request * p.entries + k;
         p.d.plan_src[at] = p.d.plan_dst[at] = -1;
     }
+    s->base += p.entries;
+    if (served && s->base > p.longest) { /* see kvpi_make_room */
+        int32_t slot[kvpc_fetch_each];
+        uint32_t none;
+        __syncthreads();
+        kvpc_load_log(p, *s, s->head + own, slot);
+        s->base = kvpc_read_log<true>(p, b, s, slot, &none), s->head = 0;
+    }
+    if (served && threadIdx.x == 0)
+        *kvpc_at(s->ends, 0) = (int32_t)s->head, *kvpc_at(s->ends, 1) = (int32_t)s->base;
 }
 
 /* Copies this block's share of the rows that were listed. */
 KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch_part &p, uint32_t listed)
 {
     const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
-    const uint32_t in_block = blockDim.x >> p.lanes_shift, total = listed * (uint32_t)p.task.chunks.by;
-    for (uint32_t work = blockIdx.x + gridDim.x * (threadIdx.x >> p.lanes_shift); work < total;
-         work += gridDim.x * in_block) {
+    const uint32_t groups = gridDim.x * (blockDim.x >> p.lanes_shift), total = listed * (uint32_t)p.task.chunks.by;
+    for (uint32_t work = blockIdx.x + gridDim.x * (threadIdx.x >> p.lanes_shift); work < total; work += groups) {
         const kvpc_chunk c = kvpc_find_chunk<false>(p, work, false);
         if (kvpc_is_words(c)) {
             uint4 v[kvpc_fetch_loads];
@@ -5756,36 +5743,54 @@ KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch_part &p, uint32_t listed)
     }
 }
 
+/* A block first guesses that it draws its own number: the tokens are then there when it has drawn. */
 static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_fetch_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_fetch_block b;
+    kvpc_fetch_state s;
+    kvpc_entries x;
+    bool draws = true;
+    s.request = blockIdx.x;
     if (p.pdl)
         kvpc_pdl_wait();
     for (;;) {
-        if (threadIdx.x == 0)
+        if (draws && threadIdx.x == 0)
             b.drawn = kvpc_draw(p);
+        x.first = threadIdx.x * p.each;
+        if (s.request < p.count) {
+            s.number = (uint64_t)kvpc_load_number(p.d.state, p.d.state_type, s.request);
+            kvpc_load_tokens(p, s.request, &x);
+        }
         __syncthreads();
-        if ((uint32_t)b.drawn >= p.d.count)
+        const uint32_t drawn = (uint32_t)b.drawn;
+        if (drawn >= p.count)
             break;
-        kvpc_fetch_request(p, &b, (uint32_t)b.drawn, (uint32_t)(b.drawn >> 32));
+        draws = drawn == s.request;
+        s.request = drawn;
+        if (draws) {
+            kvpc_fetch_request(p, &b, &s, &x, (uint32_t)(b.drawn >> 32));
+            s.request = drawn + gridDim.x;
+        }
         __syncthreads();
     }
     if (p.parts == 0)
         return;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         do
             b.done = kvpc_load_done(kvpc_word_of(p, 1 + (uint32_t)(b.drawn >> 32 & 1)));
-        while (b.done >> 32 < (uint64_t)p.d.count);
+        while (b.done >> 32 < p.count);
+        __threadfence();
+    }
     __syncthreads();
-    for (uint32_t k = 0; k < p.parts; k++)
+    KVPRIM_ROLLED
+    for (uint32_t k = 0; k < p.parts && (uint32_t)b.done; k++)
         kvpc_copy_listed(p.part[k], (uint32_t)b.done);
 }
 
 typedef struct kvpc_fetch_reset {
-    uint64_t memory, words, total; /* words at the start that become zeros; of states */
+    uint64_t memory, words, states, total; /* words that become zeros at `memory`; of the states */
     kvpi_fetch_layout layout;
-    uint64_t states;
     uint32_t pdl;
 } kvpc_fetch_reset;
 
@@ -5797,21 +5802,18 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
         kvpc_pdl_wait();
     for (uint64_t w = first; w < p.words; w += threads)
         *(int32_t *)kvpc_global(p.memory + 4 * w) = 0;
-    for (uint64_t w = first; w < p.total; w += threads) {
-        const uint64_t each = (uint64_t)p.layout.each,
-                       in_state = w - (uint64_t)kvpi_divided((int64_t)w, p.layout.each) * each;
-        *(int32_t *)kvpc_global(p.states + 4 * w) = kvpi_fetch_empty(&p.layout, (int64_t)in_state);
-    }
+    for (uint64_t w = first; w < p.total; w += threads)
+        *(int32_t *)kvpc_global(p.states + 4 * w) =
+            kvpi_fetch_empty(&p.layout, (int64_t)w - kvpi_divided((int64_t)w, p.layout.each) * p.layout.each);
 }
 
 /* d is resolved. */
 static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_desc *d, const kvprim_move *moves)
 {
-    kvpc_fetch p;
-    const int64_t entries = d->fresh_count + d->steps * d->top_k;
+    kvpc_fetch p = {};
+    const int64_t entries = d->fresh_count + d->steps * d->top_k, gap = d->steps > 1 ? d->wanted_stride - d->top_k : 0;
     const kvpc_slice slice = {0, 1, 0, d->count * entries};
-    p.d = *d, p.layout = kvpi_fetch_layout_of(&d->set);
-    p.entries = (uint32_t)entries, p.pdl = call->launch.pdl != 0, p.parts = 0;
+    p.d = *d, p.layout = kvpi_fetch_layout_of(&d->set), p.pdl = call->launch.pdl != 0;
     for (const kvprim_move *m = moves; m < moves + 2 && m->count; m++) {
         kvpc_fetch_part *const part = &p.part[p.parts++];
         (void)kvpc_fill_listed(call, m, &slice, part);
@@ -5821,14 +5823,17 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes 2^31 pieces or more", call->function,
                                m->names->row_bytes, (long long)m->row_bytes);
     }
-    const uint32_t threads = p.entries <= kvpc_fetch_few ? kvpc_fetch_few_threads : kvpc_fetch_threads;
-    const uint32_t each = (p.entries + threads - 1) / threads, sms = kvpc_multiprocessors();
-    p.each = each < kvpc_fetch_each ? each : (uint32_t)kvpc_fetch_each;
-    p.span = threads * p.each;
-    const uint64_t wanted = (uint64_t)d->count + (p.parts ? kvpc_fetch_copiers : 0);
-    const uint32_t most = call->launch.max_sms ? (uint32_t)call->launch.max_sms : sms;
+    const uint32_t threads = entries <= kvpc_fetch_few_threads ? kvpc_fetch_few_threads : kvpc_fetch_threads;
+    p.count = (uint32_t)d->count, p.entries = (uint32_t)entries, p.fresh = (uint32_t)d->fresh_count;
+    p.each = p.entries <= threads ? 1 : (uint32_t)kvpc_fetch_each, p.span = threads * p.each;
+    p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows, p.logged = (uint32_t)p.layout.logged;
+    p.longest = p.logged - (uint32_t)d->set.entries;
+    p.by_top_k = kvpc_divisor_of(d->top_k).narrow, p.step_gap = (uint64_t)gap * kvpc_index_size(d->wanted_type);
+    p.by_page = kvpc_divisor_of(d->page_rows);
+    const uint64_t wanted = p.count + (p.parts ? (uint64_t)kvpc_fetch_copiers : 0);
+    const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors();
     const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
-    p.draws = (uint32_t)d->count + blocks;
+    p.draws = p.count + blocks;
     return kvpc_start(call, kvpc_fetch_kernel, blocks, threads, p);
 }
 
