@@ -731,8 +731,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch_reset(const kvprim_fetch_se
    state[i] is >= states, or another request of the call has the same (one of them is served; on the CPU the first). A
    rejected entry evicts nothing. Whatever the arrays and the set hold, nothing outside them and the tables is touched.
    Aliasing: all that is written (set.memory, hot tables, rows, plan, counters) must overlap nothing else (checked).
-   Errors: as kvprim_transfer; NULL (set.memory, state, wanted, rows, fresh_rows), ARGUMENT also for formats, max_pages
-   without pages, and one plan array without the other. */
+   Errors: as kvprim_transfer; NULL (set.memory, state, wanted, rows, fresh_rows, one of two plan arrays), SIZE also for
+   fields of `pages` without it, ARGUMENT also for formats. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch(const kvprim_fetch_desc *desc);
 #endif
 
@@ -1097,36 +1097,6 @@ KVPRIM_ANYWHERE int32_t kvpi_fetch_empty(const kvpi_fetch_layout *l, int64_t w)
     w -= kvpi_fetch_ends;
     w -= w < l->logged ? 0 : l->logged;
     return w < l->hot_rows ? (int32_t)w : -1;
-}
-
-/* Which element of `fresh` (e < fresh_count) or `wanted` an entry is. */
-KVPRIM_ANYWHERE int64_t kvpi_entry_at(const kvprim_fetch_desc *d, int64_t request, int64_t e)
-{
-    const int64_t in_wanted = e - d->fresh_count, step = d->steps == 1 ? 0 : kvpi_divided(in_wanted, d->top_k);
-    return in_wanted < 0 ? request * d->fresh_stride + e
-                         : (request * d->steps + step) * d->wanted_stride + in_wanted - step * d->top_k;
-}
-
-/* Where the row of an entry is told. */
-KVPRIM_ANYWHERE int32_t *kvpi_entry_row(const kvprim_fetch_desc *d, int64_t request, int64_t e)
-{
-    return e < d->fresh_count ? d->fresh_rows + request * d->fresh_count + e
-                              : d->rows + request * d->steps * d->top_k + e - d->fresh_count;
-}
-
-/* Which element of `pages` is the page of a token; -1: there is none. */
-KVPRIM_ANYWHERE int64_t kvpi_page_at(const kvprim_fetch_desc *d, int64_t request, int64_t state, int64_t token)
-{
-    const int64_t in_pages = kvpi_divided(token, d->page_rows);
-    return in_pages < d->max_pages ? (d->pages_by_state ? state : request) * d->pages_stride + in_pages : -1;
-}
-
-/* The row of a token in k and v, by its page (without pages 0); -1: there is none. */
-KVPRIM_ANYWHERE int64_t kvpi_host_row(const kvprim_fetch_desc *d, int64_t page, int64_t token)
-{
-    const int64_t by = d->page_rows, in_page = d->pages ? token - kvpi_divided(token, by) * by : token;
-    const int64_t row = page < 0 || page > INT32_MAX ? -1 : page * by + in_page;
-    return row < d->host_rows ? row : -1;
 }
 #endif
 #endif /* KVPRIM_ANYWHERE */
@@ -2238,10 +2208,6 @@ static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
 {
     return side->index ? side->table.rows : m->count;
 }
-
-#define KVPRIM_REFUSE(condition, status, field, why)                                                                   \
-    if (condition)                                                                                                     \
-    return kvprim_fail(KVPRIM_ERROR_##status, "%s: " #field " is %lld, " why, function, (long long)d->field)
 
 /* One of these numbers is negative. */
 KVPRIM_SELDOM kvprim_status kvpi_fail_negative(const kvprim_move *m, const kvprim_side *side)
@@ -4718,84 +4684,91 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 /* >>impl_check_fetch ----------------------------------------------------------------------------------------------- */
 #ifndef KVPRIM_NO_FETCH
 
-/* `function`: NULL if nothing is to be said. */
+/* A field, and what it may be. */
+typedef struct kvpi_range {
+    const char *field;
+    int64_t value, least, most;
+    kvprim_status status;
+} kvpi_range;
+
+static kvprim_status kvpi_check_ranges(const char *function, const kvpi_range *r, size_t n)
+{
+    for (; n-- > 0; r++)
+        if (r->value < r->least || r->value > r->most)
+            return kvprim_fail(r->status, "%s: %s is %lld, less than %lld or more than %lld", function, r->field,
+                               (long long)r->value, (long long)r->least, (long long)r->most);
+    return KVPRIM_OK;
+}
+#define KVPRIM_CHECK_RANGES(function, ranges) kvpi_check_ranges(function, ranges, sizeof(ranges) / sizeof *(ranges))
+
 static kvprim_status kvpi_check_set(const char *function, const kvprim_fetch_set *d)
 {
-    const int64_t most_states = INT32_MAX / 16;
-    KVPRIM_REFUSE(d->states < 1 || d->states > most_states, SIZE, states, "less than 1 or more than 2^27");
-    KVPRIM_REFUSE(d->hot_rows < 1 || d->hot_rows > KVPRIM_MAX_HOT_ROWS, SIZE, hot_rows,
-                  "less than 1 or more than KVPRIM_MAX_HOT_ROWS");
-    KVPRIM_REFUSE(d->states * d->hot_rows > INT32_MAX, SIZE, states, "which makes 2^31 hot rows or more");
-    KVPRIM_REFUSE(d->tokens < 1 || d->tokens > INT32_MAX, SIZE, tokens, "less than 1 or more than 2^31 - 1");
-    KVPRIM_REFUSE(d->entries < 1 || d->entries > KVPRIM_MAX_FETCH_ENTRIES, SIZE, entries,
-                  "less than 1 or more than KVPRIM_MAX_FETCH_ENTRIES");
-    KVPRIM_REFUSE(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
-    KVPRIM_REFUSE((uint64_t)kvpi_fetch_layout_of(d).bytes >= kvpi_too_large, SIZE, states, "too many for memory");
-    return KVPRIM_OK;
+    const int64_t hot_rows = d->hot_rows > 0 ? d->hot_rows : 1;
+    const kvpi_range ranges[] = {
+        {"set.hot_rows", d->hot_rows, 1, KVPRIM_MAX_HOT_ROWS, KVPRIM_ERROR_SIZE},
+        {"set.states", d->states, 1, (INT32_MAX < PTRDIFF_MAX ? INT32_MAX : 1 << 20) / hot_rows, KVPRIM_ERROR_SIZE},
+        {"set.tokens", d->tokens, 1, INT32_MAX, KVPRIM_ERROR_SIZE},
+        {"set.entries", d->entries, 1, KVPRIM_MAX_FETCH_ENTRIES, KVPRIM_ERROR_SIZE},
+        {"set.reserved", d->reserved, 0, 0, KVPRIM_ERROR_ARGUMENT}};
+    KVPRIM_TRY(KVPRIM_CHECK_RANGES(function, ranges));
+    const kvpi_range bytes[] = {
+        {"the set's size", kvpi_fetch_layout_of(d).bytes, 1, (int64_t)kvpi_too_large - 1, KVPRIM_ERROR_SIZE}};
+    return KVPRIM_CHECK_RANGES(function, bytes);
 }
 
 /* The set, and the room for it. */
 static kvprim_status kvpi_check_set_memory(const char *function, const kvprim_fetch_set *d)
 {
     KVPRIM_TRY(kvpi_check_set(function, d));
+    const kvpi_range bytes[] = {{"set.bytes", d->bytes, kvpi_fetch_layout_of(d).bytes, INT64_MAX, KVPRIM_ERROR_SIZE}};
+    KVPRIM_TRY(KVPRIM_CHECK_RANGES(function, bytes));
     if (!d->memory)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: set.memory is NULL", function);
     if ((uintptr_t)d->memory % 16)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: set.memory (%p) is not aligned to 16 bytes", function,
                            d->memory);
-    if (d->bytes < kvpi_fetch_layout_of(d).bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: set.bytes is %lld, less than what the set takes, %lld", function,
-                           (long long)d->bytes, (long long)kvpi_fetch_layout_of(d).bytes);
     return KVPRIM_OK;
 }
 
 /* Sizes and what must be set, and the defaults. */
 static kvprim_status kvpi_check_fetch_fields(const char *function, kvprim_fetch_desc *d)
 {
-    const int has_v = d->v_hot.data || d->v.data || d->v_bytes,
-              has_k = has_v || d->k_hot.data || d->k.data || d->k_bytes;
-    const char *const null = !d->state                              ? "state"
-                             : !d->wanted                           ? "wanted"
-                             : !d->rows                             ? "rows"
-                             : !d->fresh && d->fresh_count > 0      ? "fresh"
-                             : !d->fresh_rows && d->fresh_count > 0 ? "fresh_rows"
-                             : !d->plan_src && d->plan_dst          ? "plan_src"
-                             : !d->plan_dst && d->plan_src          ? "plan_dst"
-                                                                    : NULL;
+    const int has_k = d->k_hot.data || d->k.data || d->k_bytes, fresh = d->fresh_count > 0, pages = d->pages != NULL;
+    const char *const null = !d->state                     ? "state"
+                             : !d->wanted                  ? "wanted"
+                             : !d->rows                    ? "rows"
+                             : !d->fresh && fresh          ? "fresh"
+                             : !d->fresh_rows && fresh     ? "fresh_rows"
+                             : !d->plan_src && d->plan_dst ? "plan_src"
+                             : !d->plan_dst && d->plan_src ? "plan_dst"
+                                                           : NULL;
     d->steps = d->steps ? d->steps : 1;
     d->wanted_stride = d->wanted_stride ? d->wanted_stride : d->top_k;
     d->fresh_stride = d->fresh_stride ? d->fresh_stride : d->fresh_count;
     d->pages_stride = d->pages_stride ? d->pages_stride : d->max_pages;
     d->host_rows = d->host_rows || !has_k ? d->host_rows : d->k.rows;
+    const int64_t most = d->set.entries, in_steps = d->steps > 0 ? (most - d->fresh_count) / d->steps : 0;
+    const kvprim_status size = KVPRIM_ERROR_SIZE, argument = KVPRIM_ERROR_ARGUMENT;
+    const kvpi_range ranges[] = {
+        {"count", d->count, 0, d->set.states, size},
+        {"steps", d->steps, 1, most, size},
+        {"fresh_count", d->fresh_count, 0, most, size},
+        {"top_k", d->top_k, 1, in_steps, size}, /* all steps fit set.entries, beside fresh_count */
+        {"wanted_stride", d->wanted_stride, d->top_k, INT64_MAX, size},
+        {"fresh_stride", d->fresh_stride, d->fresh_count, INT64_MAX, size},
+        {"host_rows", d->host_rows, !has_k, INT32_MAX, size},
+        {"max_pages", d->max_pages, pages, pages ? INT64_MAX : 0, size},
+        {"page_rows", d->page_rows, pages, pages ? INT32_MAX : 0, size},
+        {"pages_stride", d->pages_stride, d->max_pages, INT64_MAX, size},
+        {"pages_by_state", d->pages_by_state, 0, pages, argument},
+        {"state_type", d->state_type, KVPRIM_I32, KVPRIM_I64, argument},
+        {"wanted_type", d->wanted_type, KVPRIM_I32, KVPRIM_I64, argument},
+        {"pages_type", d->pages_type, pages ? KVPRIM_I32 : 0, KVPRIM_I64, argument},
+        {"reserved_steps", d->reserved_steps, 0, 0, argument},
+        {"reserved", d->reserved, 0, 0, argument}};
     if (null)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    KVPRIM_REFUSE(d->count > d->set.states, SIZE, count, "more than set.states");
-    KVPRIM_REFUSE(d->steps < 1 || d->steps > d->set.entries, SIZE, steps, "less than 0 or more than set.entries");
-    KVPRIM_REFUSE(d->fresh_count < 0 || d->fresh_count > d->set.entries, SIZE, fresh_count,
-                  "less than 0 or more than set.entries");
-    KVPRIM_REFUSE(d->top_k < 1 || d->top_k > (d->set.entries - d->fresh_count) / d->steps, SIZE, top_k,
-                  "less than 1, or more than set.entries holds of all steps, beside fresh_count");
-    KVPRIM_REFUSE(d->wanted_stride < d->top_k, SIZE, wanted_stride, "less than top_k");
-    KVPRIM_REFUSE(d->fresh_stride < d->fresh_count, SIZE, fresh_stride, "less than fresh_count");
-    KVPRIM_REFUSE(d->state_type != KVPRIM_I32 && d->state_type != KVPRIM_I64, ARGUMENT, state_type,
-                  "neither KVPRIM_I32 nor KVPRIM_I64");
-    KVPRIM_REFUSE(d->wanted_type != KVPRIM_I32 && d->wanted_type != KVPRIM_I64, ARGUMENT, wanted_type,
-                  "neither KVPRIM_I32 nor KVPRIM_I64");
-    KVPRIM_REFUSE(d->reserved_steps != 0, ARGUMENT, reserved_steps, "not 0: zero-initialise the structure");
-    KVPRIM_REFUSE(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
-    KVPRIM_REFUSE(d->host_rows < (has_k ? 0 : 1) || d->host_rows > INT32_MAX, SIZE, host_rows,
-                  "less than 0, or than 1 without k, or more than 2^31 - 1");
-    KVPRIM_REFUSE(!d->pages && (d->max_pages | d->page_rows | d->pages_by_state) != 0, ARGUMENT, max_pages,
-                  "or page_rows or pages_by_state is set, but pages is NULL");
-    if (!d->pages)
-        return KVPRIM_OK;
-    KVPRIM_REFUSE(d->pages_type != KVPRIM_I32 && d->pages_type != KVPRIM_I64, ARGUMENT, pages_type,
-                  "neither KVPRIM_I32 nor KVPRIM_I64");
-    KVPRIM_REFUSE(d->pages_by_state != 0 && d->pages_by_state != 1, ARGUMENT, pages_by_state, "neither 0 nor 1");
-    KVPRIM_REFUSE(d->max_pages < 1, SIZE, max_pages, "less than 1");
-    KVPRIM_REFUSE(d->page_rows < 1 || d->page_rows > INT32_MAX, SIZE, page_rows, "less than 1 or more than 2^31 - 1");
-    KVPRIM_REFUSE(d->pages_stride < d->max_pages, SIZE, pages_stride, "less than max_pages");
-    return KVPRIM_OK;
+    return KVPRIM_CHECK_RANGES(function, ranges);
 }
 
 /* K or V: the tables by themselves, and their rows among the uses. Nothing is done if all of it is left at zero. */
@@ -4951,9 +4924,23 @@ typedef struct kvpi_fetch_state {
 /* The token of an entry: -1 is padding, -2 is no token of a state. */
 static int64_t kvpi_entry_token(const kvprim_fetch_desc *d, int64_t request, int64_t e)
 {
-    const int64_t at = kvpi_entry_at(d, request, e);
-    const int64_t token = kvpi_element(e < d->fresh_count ? d->fresh : d->wanted, d->wanted_type, at);
+    const int64_t in_wanted = e - d->fresh_count, row = request * d->steps + in_wanted / d->top_k;
+    const int64_t token = in_wanted < 0
+                              ? kvpi_element(d->fresh, d->wanted_type, request * d->fresh_stride + e)
+                              : kvpi_element(d->wanted, d->wanted_type, row * d->wanted_stride + in_wanted % d->top_k);
     return token < 0 ? -1 : token < d->set.tokens ? token : -2;
+}
+
+/* The row of a token in k and v; -1: there is none. */
+static int64_t kvpi_host_row(const kvprim_fetch_desc *d, int64_t request, int64_t state, int64_t token)
+{
+    int64_t row = token;
+    if (d->pages) {
+        const int64_t in_pages = token / d->page_rows, at = (d->pages_by_state ? state : request) * d->pages_stride;
+        const int64_t page = in_pages < d->max_pages ? kvpi_element(d->pages, d->pages_type, at + in_pages) : -1;
+        row = page < 0 || page > INT32_MAX ? INT64_MAX : page * d->page_rows + token % d->page_rows;
+    }
+    return row < d->host_rows ? row : -1;
 }
 
 static int kvpi_is_slot(const kvpi_fetch *f, int32_t slot)
@@ -5007,12 +4994,7 @@ static int32_t kvpi_fetch_entry(kvpi_fetch *f, kvpi_fetch_state *s, int64_t e, i
             ++*f->d.hits;
         return slot;
     }
-    int64_t host = -1;
-    if (token >= 0 && !fresh) {
-        const int64_t at = f->d.pages ? kvpi_page_at(&f->d, s->request, s->number, token) : 0;
-        const int64_t page = f->d.pages && at >= 0 ? kvpi_element(f->d.pages, f->d.pages_type, at) : at;
-        host = kvpi_host_row(&f->d, page, token);
-    }
+    const int64_t host = token < 0 || fresh ? -1 : kvpi_host_row(&f->d, s->request, s->number, token);
     slot = token < 0 || (!fresh && host < 0) ? -1 : kvpi_take_slot(f, s, token, host);
     uint32_t *const counter = slot < 0 ? token == -1 ? NULL : f->d.rejected : fresh ? NULL : f->d.misses;
     if (counter)
@@ -5056,7 +5038,9 @@ static void kvpi_fetch_request(kvpi_fetch *f, int64_t request)
     for (int64_t e = 0; e < f->entries; e++) {
         const int64_t token = kvpi_entry_token(d, request, e);
         const int32_t slot = served ? kvpi_fetch_entry(f, &s, e, token) : -1;
-        *kvpi_entry_row(d, request, e) = slot < 0 ? -1 : (int32_t)(number * l->hot_rows + slot);
+        int32_t *const told = e < d->fresh_count ? d->fresh_rows + request * d->fresh_count + e
+                                                 : d->rows + request * d->steps * d->top_k + e - d->fresh_count;
+        *told = slot < 0 ? -1 : (int32_t)(number * l->hot_rows + slot);
         if (served)
             s.log[s.base + e] = slot;
         else if (number >= 0 && token != -1 && d->rejected)
@@ -5718,6 +5702,10 @@ static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
 }
 
 /* Fails if a field has no such value. */
+#define KVPRIM_REFUSE(condition, status, field, why)                                                                   \
+    if (condition)                                                                                                     \
+    return kvprim_fail(KVPRIM_ERROR_##status, "%s: " #field " is %lld, " why, function, (long long)d->field)
+
 /* Of the blocks' n tokens, the first that the rule cannot hold. */
 static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_desc *d, int64_t n)
 {
@@ -5970,6 +5958,7 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
 #undef KVPRIM_SUM
 #undef KVPRIM_XXH3
 #undef KVPRIM_REFUSE
+#undef KVPRIM_CHECK_RANGES
 #undef KVPRIM_COPY
 #undef KVPRIM_MOVE
 #undef KVPRIM_CONVERT
