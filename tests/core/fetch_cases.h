@@ -88,6 +88,7 @@ static inline int fetch_place(fetch_case *c, const fetch_sizes *most)
 {
     kvprim_fetch_desc *const d = &c->d;
     kvprim_fetch_set *const set = &d->set;
+    const int words = below(3) == 0;                          /* tokens and rows as the GPU takes four at a time */
     const int parts = (int)below(4), aligned = (int)below(2); /* 0: a plan alone, 1: K, others: K and V */
     memset(d, 0, sizeof *d);
     c->used = 0, c->clock = 0;
@@ -95,22 +96,25 @@ static inline int fetch_place(fetch_case *c, const fetch_sizes *most)
     set->tokens = fetch_most(most->tokens);
     d->count = fetch_most(set->states), d->steps = (int32_t)below(5);
     d->top_k = below(4) ? fetch_most(most->top_k) : set->hot_rows < most->top_k ? set->hot_rows : most->top_k;
-    d->fresh_count = below(2) ? 0 : fetch_most(4);
+    d->fresh_count = words || below(2) ? 0 : fetch_most(4);
+    d->top_k = words ? (d->top_k + 3) / 4 * 4 : d->top_k;
     c->entries = d->fresh_count + (d->steps ? d->steps : 1) * d->top_k;
     set->entries = c->entries + (int64_t)below(5);
-    d->state_type = fetch_type(), d->wanted_type = fetch_type(), d->pages_type = fetch_type();
+    d->state_type = fetch_type(), d->wanted_type = words ? KVPRIM_I32 : fetch_type(), d->pages_type = fetch_type();
     set->bytes = (int64_t)kvprim_fetch_state_bytes(set);
     set->memory = fetch_reserve(c, set->bytes, 16, 0);
     d->state = fetch_array(c, d->state_type, d->count);
-    d->wanted_stride = below(2) ? 0 : d->top_k + (int64_t)below(3);
+    d->wanted_stride = words || below(2) ? 0 : d->top_k + (int64_t)below(3);
     const int64_t wanted_stride = d->wanted_stride ? d->wanted_stride : d->top_k;
-    d->wanted = fetch_array(c, d->wanted_type, d->count * (d->steps ? d->steps : 1) * wanted_stride);
+    const int64_t wanted = d->count * (d->steps ? d->steps : 1) * wanted_stride;
+    d->wanted = words ? fetch_reserve(c, 4 * wanted, 16, 0) : fetch_array(c, d->wanted_type, wanted);
     if (d->fresh_count) {
         d->fresh_stride = below(2) ? 0 : d->fresh_count + (int64_t)below(3);
         d->fresh = fetch_array(c, d->wanted_type, d->count * (d->fresh_stride ? d->fresh_stride : d->fresh_count));
         d->fresh_rows = (int32_t *)fetch_array(c, KVPRIM_I32, d->count * d->fresh_count);
     }
-    d->rows = (int32_t *)fetch_array(c, KVPRIM_I32, d->count * (c->entries - d->fresh_count));
+    const int64_t rows = d->count * (c->entries - d->fresh_count);
+    d->rows = (int32_t *)(words ? fetch_reserve(c, 4 * rows, 16, 0) : fetch_array(c, KVPRIM_I32, rows));
     if (below(2)) {
         d->plan_src = (int32_t *)fetch_array(c, KVPRIM_I32, d->count * c->entries);
         d->plan_dst = (int32_t *)fetch_array(c, KVPRIM_I32, d->count * c->entries);

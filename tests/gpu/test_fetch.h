@@ -124,7 +124,7 @@ static void test_fetch_options()
 /* So many entries that a block looks up several parts of them, with the same tokens in each. */
 static void test_large_fetches()
 {
-    static const fetch_sizes sizes[] = {{2, 3000, 9000, 2500, 40}, {1, 9000, 30000, 9000, 20}};
+    static const fetch_sizes sizes[] = {{2, 3000, 9000, 2500, 40}, {1, 9000, 30000, 8000, 20}};
     fetch_pair p(16 << 20);
     for (int round = 0; round < int(most.moves) / 5; round++)
         if (fetch_place_pair(&p, &sizes[round % 2]))
