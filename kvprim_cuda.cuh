@@ -638,11 +638,12 @@ KVPRIM_DEVICE uint32_t kvpc_sum_up(uint32_t *sums, uint32_t number, uint32_t *al
     if (lane == 31)
         sums[warp] = number;
     __syncthreads();
-    uint32_t sum = lane < blockDim.x / 32 ? sums[lane] : 0, before = lane < warp ? sum : 0;
-    for (uint32_t mask = 1; mask < 32; mask *= 2)
-        sum += kvpc_shuffle_xor(sum, mask), before += kvpc_shuffle_xor(before, mask);
-    *all = sum;
-    return number + before;
+    *all = 0;
+    for (uint32_t w = 0; w < blockDim.x / 32; w++) {
+        number += w < warp ? sums[w] : 0;
+        *all += sums[w];
+    }
+    return number;
 }
 
 /* The addresses of words that lie `step` bytes apart. */
@@ -5369,27 +5370,25 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
    for one that may not have started, however few run at once.
 
    With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
-   instructions: so few threads have four entries each, in registers. */
+   instructions, which are fetched anew: so a thread has two entries, in registers. */
 #ifndef KVPRIM_NO_FETCH
 
 enum {
-    kvpc_fetch_threads = 512,
-    kvpc_fetch_few = 1024, /* entries, at most, of ... */
-    kvpc_fetch_few_threads = 256,
-    kvpc_fetch_each = 4,     /* entries of a thread; a block looks up 2,048 at a time */
-    kvpc_fetch_copiers = 64, /* blocks that copy beside those that look up: they fill the link */
-    kvpc_fetch_loads = 4     /* words of a thread that copies */
+    kvpc_fetch_threads = 1024,
+    kvpc_fetch_few_threads = 256, /* of up to as many entries */
+    kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
+    kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
+    kvpc_fetch_loads = 4          /* words of a thread that copies */
 };
 
 typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
 
 typedef struct kvpc_fetch {
-    uint32_t count, draws, entries, fresh, span; /* span: entries that a block looks up at a time */
+    uint32_t count, draws, entries, fresh, each, span; /* span: entries that a block looks up at a time */
     uint32_t tokens, hot_rows, logged, longest, parts,
         pdl;                 /* longest: where a log may end; parts: 1 with K, 2 with V */
-    uint32_t vector, counts; /* vector: tokens and rows are words of 16 bytes, one of each thread */
     kvpc_divisor32 by_top_k; /* 0: one step */
-    uint64_t step_gap;       /* elements from a step's last token to the next one's first */
+    uint64_t step_gap;       /* bytes from a step's last token to the next one's first */
     kvpc_divisor by_page;    /* rows of a page; 0: no pages */
     kvpi_fetch_layout layout;
     kvprim_fetch_desc d; /* resolved */
@@ -5411,7 +5410,6 @@ typedef struct kvpc_fetch_block {
 typedef struct kvpc_fetch_state {
     uint64_t number, ends, log, stamp, tag, map;
     uint32_t request, head, base;
-    uint64_t done; /* thread 0's: what was counted when it added to it */
 } kvpc_fetch_state;
 
 /* What a thread knows of its entries. token: -1 is padding, -2 is no token of a state. */
@@ -5426,11 +5424,6 @@ KVPRIM_DEVICE uint64_t kvpc_word_of(const kvpc_fetch &p, uint32_t word)
     return (uintptr_t)p.d.set.memory + 8 * word;
 }
 
-KVPRIM_DEVICE uint4 kvpc_word_of(const int32_t *v)
-{
-    return uint4{(uint32_t)v[0], (uint32_t)v[1], (uint32_t)v[2], (uint32_t)v[3]};
-}
-
 /* Element i of int32 in memory that this launch writes. */
 KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
 {
@@ -5442,17 +5435,14 @@ KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
    words 3 and 4, where rows are reserved in the list. Who draws the last number ends the launch. */
 KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
 {
-    return kvpc_add64(kvpc_word_of(p, 0), 1) + ((uint64_t)1 << 32);
-}
-
-KVPRIM_DEVICE void kvpc_end_draw(const kvpc_fetch &p, uint64_t drawn)
-{
+    const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
     const uint32_t next = (uint32_t)(drawn >> 32 & 1) ^ 1;
     if ((uint32_t)drawn == 0)
         for (uint32_t word = 1; word < 5; word += 2)
             kvpc_store8(kvpc_word_of(p, word + next), uint2{0, 0});
     if ((uint32_t)drawn == p.draws - 1)
-        (void)kvpc_add64(kvpc_word_of(p, 0), ((uint64_t)1 << 32) - p.draws);
+        (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
+    return drawn;
 }
 
 KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type, uint64_t i)
@@ -5465,20 +5455,18 @@ KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type,
 KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_entries *x)
 {
     const bool wide = p.d.wanted_type == KVPRIM_I64;
-    int32_t low[kvpc_fetch_each] = {-1, -1, -1, -1}, high[kvpc_fetch_each] = {-1, -1, -1, -1};
-    if (p.vector && x->first < p.entries) {
-        const uint4 v = kvpc_load16((uintptr_t)p.d.wanted + 4 * ((uint64_t)request * p.entries + x->first));
-        low[0] = (int32_t)v.x, low[1] = (int32_t)v.y, low[2] = (int32_t)v.z, low[3] = (int32_t)v.w;
-    }
-    const uint64_t fresh = (uint64_t)request * (uint64_t)p.d.fresh_stride;
-    const uint64_t wanted = (uint64_t)request * (uint32_t)p.d.steps * (uint64_t)p.d.wanted_stride - p.fresh;
-    for (uint32_t k = 0; k < kvpc_fetch_each && !p.vector; k++) {
+    const uint32_t size = wide ? 8 : 4;
+    const uint64_t fresh = (uintptr_t)p.d.fresh + size * (uint64_t)request * (uint64_t)p.d.fresh_stride;
+    const uint64_t steps = (uint64_t)request * (uint32_t)p.d.steps;
+    const uint64_t wanted = (uintptr_t)p.d.wanted + size * (steps * (uint64_t)p.d.wanted_stride - p.fresh);
+    int32_t low[kvpc_fetch_each], high[kvpc_fetch_each];
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t e = x->first + k;
         const uint64_t gaps = p.step_gap ? kvpc_divide(e - p.fresh, p.by_top_k) * p.step_gap : 0;
-        const uint64_t at = (e < p.fresh ? fresh : wanted + gaps) + e;
-        const uint64_t address = (uintptr_t)(e < p.fresh ? p.d.fresh : p.d.wanted) + (wide ? 8 : 4) * at;
-        if (e < p.entries)
-            low[k] = kvpc_load_i32(address), high[k] = wide ? kvpc_load_i32(address + 4) : 0;
+        const uint64_t at = (e < p.fresh ? fresh : wanted + gaps) + e * size;
+        low[k] = high[k] = -1;
+        if (k < p.each && e < p.entries)
+            low[k] = kvpc_load_i32(at), high[k] = wide ? kvpc_load_i32(at + 4) : 0;
     }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         high[k] = wide ? high[k] : low[k] >> 31;
@@ -5507,7 +5495,7 @@ KVPRIM_DEVICE void kvpc_use_slots(const kvpc_fetch_state &s, const kvpc_entries 
 KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t at, int32_t *slot)
 {
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (slot[k] = -1, at + k < s.base)
+        if (slot[k] = -1, k < p.each && at + k < s.base)
             slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.log, (int32_t)(at + k)));
 }
 
@@ -5520,7 +5508,7 @@ KVPRIM_DEVICE uint32_t kvpc_read_log(const kvpc_fetch &p, kvpc_fetch_block *b, k
                                      uint32_t *rank)
 {
     uint32_t wanted = room ? p.hot_rows : 0, found = 0, all, own = room ? 0 : *rank;
-    for (uint32_t at = s->head + kvpc_fetch_each * threadIdx.x;; at += p.span) {
+    for (uint32_t at = s->head + threadIdx.x * p.each;; at += p.span) {
         int32_t stamp[kvpc_fetch_each], next[kvpc_fetch_each];
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             if (stamp[k] = -1, (uint32_t)slot[k] < p.hot_rows)
@@ -5543,7 +5531,7 @@ KVPRIM_DEVICE uint32_t kvpc_read_log(const kvpc_fetch &p, kvpc_fetch_block *b, k
             }
         found += all >> 16, own = 0;
         __syncthreads();
-        if (found >= wanted || at - kvpc_fetch_each * threadIdx.x + p.span >= s->base)
+        if (found >= wanted || at - threadIdx.x * p.each + p.span >= s->base)
             break;
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             slot[k] = next[k];
@@ -5593,20 +5581,13 @@ KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &
     }
 }
 
-/* A request is looked up, and its rows are listed. */
-KVPRIM_DEVICE void kvpc_count_lookup(const kvpc_fetch &p, kvpc_fetch_state *s, uint32_t launch, uint32_t listed)
-{
-    const uint64_t one = ((uint64_t)1 << 32) + listed;
-    s->done = kvpc_add64(kvpc_word_of(p, 1 + launch % 2), one) + one;
-}
-
 /* Gives slots to the tokens of this thread's entries that lack one, and lists the rows to copy: *listed so far. */
 KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
                                    uint32_t *listed, uint32_t launch)
 {
     int32_t freed[kvpc_fetch_each], host[kvpc_fetch_each];
     uint32_t rank = 0;
-    kvpc_load_log(p, *s, s->head + kvpc_fetch_each * threadIdx.x, freed);
+    kvpc_load_log(p, *s, s->head + threadIdx.x * p.each, freed);
     const bool repeat = kvpc_claim(*s, x);
     kvpc_find_hosts(p, *s, *x, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
@@ -5633,11 +5614,11 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
         rank++;
     }
     *listed += n;
-    if (x->first - kvpc_fetch_each * threadIdx.x + p.span >= p.entries) { /* all are listed: tell those that copy */
+    if (x->first - threadIdx.x * p.each + p.span >= p.entries) { /* all are listed: tell those that copy */
         __syncthreads();
         if (threadIdx.x == 0) {
             __threadfence();
-            kvpc_count_lookup(p, s, launch, *listed);
+            (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)1 << 32) + *listed);
         }
     }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
@@ -5659,32 +5640,24 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
 /* Tells the rows of this thread's entries, and counts them. Of a request that is not served all are -1. */
 KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, bool served)
 {
-    const uint64_t wanted = (uint64_t)s.request * (p.entries - p.fresh) - p.fresh;
-    const uint64_t rows = (uintptr_t)p.d.rows + 4 * wanted, log = (uintptr_t)kvpc_at(s.log, (int32_t)s.base);
-    const uint64_t fresh = (uintptr_t)p.d.fresh_rows + 4 * (uint64_t)s.request * p.fresh;
-    const bool words = p.vector && x.first < p.entries, log_words = words && s.base % 4 == 0;
-    int32_t row[kvpc_fetch_each];
+    const uint32_t wanted = p.entries - p.fresh;
+    int32_t *const rows = p.d.rows + (uint64_t)s.request * wanted, *const fresh =
+                                                                       p.d.fresh_rows + (uint64_t)s.request * p.fresh;
     uint32_t n = 0;
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        row[k] = x.slot[k] < 0 ? -1 : (int32_t)((uint32_t)s.number * p.hot_rows) + x.slot[k];
-    if (words)
-        kvpc_store16(rows + 4 * x.first, kvpc_word_of(row));
-    if (log_words && served)
-        kvpc_store16(log + 4 * x.first, kvpc_word_of(x.slot));
-    for (uint32_t k = 0; k < kvpc_fetch_each && !(log_words && !p.counts); k++) {
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t e = x.first + k;
-        if (e >= p.entries)
+        if (k >= p.each || e >= p.entries)
             break;
-        if (!words)
-            *kvpc_at(e < p.fresh ? fresh : rows, (int32_t)e) = row[k];
-        if (!log_words && served)
-            *kvpc_at(log, (int32_t)e) = x.slot[k];
-        n += row[k] < 0    ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
+        const int32_t row = x.slot[k] < 0 ? -1 : (int32_t)((uint32_t)s.number * p.hot_rows) + x.slot[k];
+        *(e < p.fresh ? fresh + e : rows + (e - p.fresh)) = row;
+        if (served)
+            *kvpc_at(s.log, (int32_t)(s.base + e)) = x.slot[k];
+        n += row < 0       ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
              : e < p.fresh ? 0
              : x.owns[k]   ? 1u << 10
                            : 1;
     }
-    if (!p.counts)
+    if (!p.d.hits && !p.d.misses && !p.d.rejected)
         return;
     for (uint32_t mask = 1; mask < 32; mask *= 2)
         n += kvpc_shuffle_xor(n, mask);
@@ -5724,7 +5697,7 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
     }
     const bool missing = __syncthreads_or(lacks);
     if (!missing && threadIdx.x == 0)
-        kvpc_count_lookup(p, s, launch, 0);
+        (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), (uint64_t)1 << 32);
     for (x->first = own; x->first - own < p.entries; x->first += p.span) {
         if (parts) {
             kvpc_load_tokens(p, s->request, x);
@@ -5770,51 +5743,44 @@ KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch_part &p, uint32_t listed)
     }
 }
 
-/* A block guesses which number it draws: the tokens are there when it has drawn. */
+/* A block first guesses that it draws its own number: the tokens are then there when it has drawn. */
 static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_fetch_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_fetch_block b;
     kvpc_fetch_state s;
     kvpc_entries x;
-    uint64_t next = 0; /* thread 0's */
-    s.request = blockIdx.x, s.done = 0;
+    bool draws = true;
+    s.request = blockIdx.x;
     if (p.pdl)
         kvpc_pdl_wait();
-    if (threadIdx.x == 0)
-        next = kvpc_draw(p);
     for (;;) {
-        x.first = kvpc_fetch_each * threadIdx.x;
+        if (draws && threadIdx.x == 0)
+            b.drawn = kvpc_draw(p);
+        x.first = threadIdx.x * p.each;
         if (s.request < p.count) {
             s.number = (uint64_t)kvpc_load_number(p.d.state, p.d.state_type, s.request);
             kvpc_load_tokens(p, s.request, &x);
         }
-        if (threadIdx.x == 0)
-            b.drawn = next;
         __syncthreads();
-        const uint32_t drawn = (uint32_t)b.drawn, launch = (uint32_t)(b.drawn >> 32), guess = s.request;
-        s.request = drawn;
+        const uint32_t drawn = (uint32_t)b.drawn;
         if (drawn >= p.count)
             break;
-        if (drawn == guess) {
-            if (threadIdx.x == 0) {
-                kvpc_end_draw(p, next);
-                next = kvpc_draw(p); /* before it is needed */
-            }
-            kvpc_fetch_request(p, &b, &s, &x, launch);
+        draws = drawn == s.request;
+        s.request = drawn;
+        if (draws) {
+            kvpc_fetch_request(p, &b, &s, &x, (uint32_t)(b.drawn >> 32));
             s.request = drawn + gridDim.x;
         }
         __syncthreads();
     }
-    if (threadIdx.x == 0)
-        kvpc_end_draw(p, next);
     if (p.parts == 0)
         return;
     if (threadIdx.x == 0) {
-        while (s.done >> 32 < p.count)
-            s.done = kvpc_load_done(kvpc_word_of(p, 1 + (uint32_t)(b.drawn >> 32 & 1)));
+        do
+            b.done = kvpc_load_done(kvpc_word_of(p, 1 + (uint32_t)(b.drawn >> 32 & 1)));
+        while (b.done >> 32 < p.count);
         __threadfence();
-        b.done = s.done;
     }
     __syncthreads();
     KVPRIM_ROLLED
@@ -5857,16 +5823,13 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes 2^31 pieces or more", call->function,
                                m->names->row_bytes, (long long)m->row_bytes);
     }
-    const uint32_t threads = entries <= kvpc_fetch_few ? kvpc_fetch_few_threads : kvpc_fetch_threads;
+    const uint32_t threads = entries <= kvpc_fetch_few_threads ? kvpc_fetch_few_threads : kvpc_fetch_threads;
     p.count = (uint32_t)d->count, p.entries = (uint32_t)entries, p.fresh = (uint32_t)d->fresh_count;
-    p.span = threads * kvpc_fetch_each;
+    p.each = p.entries <= threads ? 1 : (uint32_t)kvpc_fetch_each, p.span = threads * p.each;
     p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows, p.logged = (uint32_t)p.layout.logged;
     p.longest = p.logged - (uint32_t)d->set.entries;
-    p.by_top_k = kvpc_divisor_of(d->top_k).narrow, p.step_gap = (uint64_t)gap;
+    p.by_top_k = kvpc_divisor_of(d->top_k).narrow, p.step_gap = (uint64_t)gap * kvpc_index_size(d->wanted_type);
     p.by_page = kvpc_divisor_of(d->page_rows);
-    p.vector = p.entries % 4 == 0 && !p.fresh && gap == 0 && d->wanted_type == KVPRIM_I32 &&
-               ((uintptr_t)d->wanted | (uintptr_t)d->rows) % 16 == 0 && d->wanted_stride == d->top_k;
-    p.counts = d->hits || d->misses || d->rejected;
     const uint64_t wanted = p.count + (p.parts ? (uint64_t)kvpc_fetch_copiers : 0);
     const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors();
     const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
