@@ -88,6 +88,8 @@ callers_in_c()
     linked no_simd "$CC" "$build/main.o" "$build/caller_no_simd.o"
     cell 'no keys' $c -DKVPRIM_NO_KEYS -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_keys.o"
     linked no_keys "$CC" "$build/main.o" "$build/caller_no_keys.o"
+    cell 'no fetch' $c -DKVPRIM_NO_FETCH -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_fetch.o"
+    linked no_fetch "$CC" "$build/main.o" "$build/caller_no_fetch.o"
 
     cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/build/main.c \
         -o "$build/main_three.o"

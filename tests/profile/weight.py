@@ -27,7 +27,8 @@ from profile import need  # noqa: E402
 ARCH = 'sm_90'
 # Header, and the switches that it is compiled with.
 WEIGHED = [('kvprim_cuda.cuh', ''), ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT'),
-           ('kvprim_cuda.cuh', '-DKVPRIM_NO_UNPACK'), ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT -DKVPRIM_NO_UNPACK'),
+           ('kvprim_cuda.cuh', '-DKVPRIM_NO_FETCH'), ('kvprim_cuda.cuh', '-DKVPRIM_NO_UNPACK'),
+           ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT -DKVPRIM_NO_UNPACK'),
            ('kvprim_nccl.h', ''), ('kvprim_nccl.h', '-DKVPRIM_NO_NORM'), ('kvprim_nccl.h', '-DKVPRIM_NO_EXCHANGE'),
            ('kvprim_nccl.h', '-DKVPRIM_NO_NORM -DKVPRIM_NO_EXCHANGE'), ('kvprim_nccl.h', '-DKVPRIM_NO_KERNELS')]
 MACROS = {'kvprim_cuda.cuh': 'KVPRIM_IMPLEMENTATION', 'kvprim_nccl.h': 'KVPRIM_NCCL_IMPLEMENTATION'}  # kvprim.h once
