@@ -362,7 +362,8 @@ build/test_cuda_debug: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 build/test_cuda: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-$(GPU_BENCHES) build/bench_convert build/bench_transfer build/bench_fetch: build/%: tests/bench/%.cu $(HEADERS) build/flags
+$(GPU_BENCHES) build/bench_convert build/bench_transfer build/bench_fetch: build/%: tests/bench/%.cu $(HEADERS) \
+    build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 # The library for other languages. CUDA's runtime is linked in and exports nothing, so no libcudart.so must be found. It

@@ -670,7 +670,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
    token each of them holds and in what order they were used. The entries of a request are its fresh tokens, then the
    tokens that its steps want, row by row. They are looked up in this order, and the last entry of a token counts as its
    last use. A token that is not in the set takes the hot row that was used first, of those that no entry of this call
-   names (after a reset: the lowest that is empty). So nothing that one call wants evicts something else that it wants. */
+   names (after a reset: the lowest that is empty). So what a call wants never evicts something else that it wants. */
 typedef struct kvprim_fetch_set {
     void *memory;  /* of the executing side, aligned to 16 bytes; kvprim_fetch_reset() before the first call */
     int64_t bytes; /* there; at least kvprim_fetch_state_bytes() */
@@ -717,13 +717,13 @@ typedef struct kvprim_fetch_desc {
     int64_t reserved; /* 0 */
 } kvprim_fetch_desc;
 
-/* The bytes of a set's memory, from its other fields: 12 * states * (2 * hot_rows + entries) + 4 * states * tokens and
+/* The bytes of a set's memory, from its other fields: for each state 24 * hot_rows + 16 * entries + 4 * tokens, and
    somewhat more. 0 if one of them is out of range. */
 KVPRIM_API size_t kvprim_fetch_state_bytes(const kvprim_fetch_set *set);
 
-/* Makes a state empty, for a new request; state -1: all states, before the first call. A set may also change sides: the
-   CPU and the GPU use the same memory in the same way, except for its first bytes, where calls keep what they need while
-   they run. Errors: NULL, SIZE (names the field and the value), ARGUMENT (memory that is not aligned, reserved). */
+/* Makes a state empty, for a new request; state -1: all states, before the first call. A copy of a set's memory is the
+   same set: CPU and GPU use it in the same way, except for its first bytes, which calls need while they run.
+   Errors: NULL, SIZE (names the field and the values), ARGUMENT (memory that is not aligned, reserved). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch_reset(const kvprim_fetch_set *set, int64_t state);
 
 /* An entry has no row and counts as rejected if its token is >= tokens; if it is not hot, and the request has no page
@@ -1069,7 +1069,7 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
        map[tokens]           the slot of a token, or -1
 
    Every slot is in the log once, and what is before head is dead. A call appends an entry for each of its own, and
-   before that, if there is no room, moves what is alive to the log's start. */
+   then, if the next call had no room, moves what is alive to the log's start. */
 enum { kvpi_fetch_words = 8, kvpi_fetch_ends = 4 };
 
 typedef struct kvpi_fetch_layout {
@@ -4703,13 +4703,12 @@ static kvprim_status kvpi_check_ranges(const char *function, const kvpi_range *r
 
 static kvprim_status kvpi_check_set(const char *function, const kvprim_fetch_set *d)
 {
-    const int64_t hot_rows = d->hot_rows > 0 ? d->hot_rows : 1;
-    const kvpi_range ranges[] = {
-        {"set.hot_rows", d->hot_rows, 1, KVPRIM_MAX_HOT_ROWS, KVPRIM_ERROR_SIZE},
-        {"set.states", d->states, 1, (INT32_MAX < PTRDIFF_MAX ? INT32_MAX : 1 << 20) / hot_rows, KVPRIM_ERROR_SIZE},
-        {"set.tokens", d->tokens, 1, INT32_MAX, KVPRIM_ERROR_SIZE},
-        {"set.entries", d->entries, 1, KVPRIM_MAX_FETCH_ENTRIES, KVPRIM_ERROR_SIZE},
-        {"set.reserved", d->reserved, 0, 0, KVPRIM_ERROR_ARGUMENT}};
+    const int64_t least = 128, rows = d->hot_rows > least ? d->hot_rows : least; /* 2^24 states: no product overflows */
+    const kvpi_range ranges[] = {{"set.hot_rows", d->hot_rows, 1, KVPRIM_MAX_HOT_ROWS, KVPRIM_ERROR_SIZE},
+                                 {"set.states", d->states, 1, INT32_MAX / rows, KVPRIM_ERROR_SIZE},
+                                 {"set.tokens", d->tokens, 1, INT32_MAX, KVPRIM_ERROR_SIZE},
+                                 {"set.entries", d->entries, 1, KVPRIM_MAX_FETCH_ENTRIES, KVPRIM_ERROR_SIZE},
+                                 {"set.reserved", d->reserved, 0, 0, KVPRIM_ERROR_ARGUMENT}};
     KVPRIM_TRY(KVPRIM_CHECK_RANGES(function, ranges));
     const kvpi_range bytes[] = {
         {"the set's size", kvpi_fetch_layout_of(d).bytes, 1, (int64_t)kvpi_too_large - 1, KVPRIM_ERROR_SIZE}};
@@ -4968,7 +4967,7 @@ static void kvpi_make_room(const kvpi_fetch *f, kvpi_fetch_state *s)
     s->head = 0, s->base = alive;
 }
 
-/* Takes the slot that was used first for a token, or returns -1. `host`: where the token's row lies, -1 for a fresh one. */
+/* Takes the slot that was used first for a token, or returns -1. `host`: where its row lies, -1 for a fresh one. */
 static int32_t kvpi_take_slot(kvpi_fetch *f, kvpi_fetch_state *s, int64_t token, int64_t host)
 {
     for (; s->head < s->base; s->head++)

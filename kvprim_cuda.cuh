@@ -5366,7 +5366,7 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
 /* >>impl_fetch ------------------------------------------------------------------------------------------------------
 
    One launch. Its blocks draw numbers. Each number below `count` is a request to look up. Who draws a larger one knows
-   that all lookups have begun, waits for their end, and copies its share of the rows that they listed. So no block waits
+   that all lookups have begun, waits for their end, and copies its share of the rows that they listed. So nobody waits
    for one that may not have started, however few run at once.
 
    With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
@@ -5542,8 +5542,8 @@ KVPRIM_DEVICE uint32_t kvpc_read_log(const kvpc_fetch &p, kvpc_fetch_block *b, k
 }
 
 /* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
-   the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether tokens repeat:
-   if none does, nobody has to look again. */
+   the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether any token
+   repeats: if none does, nobody has to look again. */
 KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, kvpc_entries *x)
 {
     int32_t claim[kvpc_fetch_each];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Sparse attention with its cache in host memory: in each step of a decode loop an indexer names the top 2,048 tokens of
-   every request, kvprim_cuda_fetch brings those that are not among the hot rows on the GPU, and attention reads them
+/* Sparse attention with its cache in host memory. In each step of a decode loop an indexer names the top 2,048 tokens
+   of every request, kvprim_cuda_fetch brings those that are not among the hot rows on the GPU, and attention reads them
    there. The token of the step itself is fresh: its row is written on the GPU, and to the host for later. A kernel that
    stands for attention compares every row that it reads. Then the same with all rows on the GPU.
 
@@ -82,7 +82,7 @@ static std::vector<int32_t> index_tokens(void)
     return wanted;
 }
 
-/* Runs the loop with so many hot rows a request, or with all rows on the GPU (0). Returns whether every row was right. */
+/* Runs the loop with so many hot rows a request, or with all rows on the GPU (0). Returns whether all were right. */
 static bool decode(int hot_rows, const std::vector<int32_t> &all_wanted, uint32_t *host, const uint32_t *resident)
 {
     kvprim_cuda_launch launch = {};
