@@ -454,18 +454,6 @@ KVPRIM_LOAD(kvpc_load_f32, float, "f32", "=f")
 KVPRIM_LOAD(kvpc_load_new, int32_t, "cg.s32", "=r") /* past the first cache: what atomics and other threads wrote */
 #undef KVPRIM_LOAD
 
-/* Returns what was there before. */
-KVPRIM_DEVICE uint64_t kvpc_add64(uint64_t address, uint64_t value)
-{
-    return atomicAdd((unsigned long long *)address, (unsigned long long)value);
-}
-
-/* What another block counts now. */
-KVPRIM_DEVICE uint64_t kvpc_load_done(uint64_t address)
-{
-    return *(const volatile uint64_t *)address;
-}
-
 KVPRIM_DEVICE uint2 kvpc_load8(uint64_t address)
 {
     uint2 v;
@@ -528,6 +516,18 @@ KVPRIM_DEVICE uint32_t kvpc_group_xor(uint32_t value, uint32_t distance, uint32_
 KVPRIM_DEVICE char *kvpc_global(uint64_t address)
 {
     return (char *)__cvta_global_to_generic((size_t)address);
+}
+
+/* Returns what was there before. */
+KVPRIM_DEVICE uint64_t kvpc_add64(uint64_t address, uint64_t value)
+{
+    return atomicAdd((unsigned long long *)kvpc_global(address), (unsigned long long)value);
+}
+
+/* What another block counts now. */
+KVPRIM_DEVICE uint64_t kvpc_load_done(uint64_t address)
+{
+    return *(const volatile uint64_t *)kvpc_global(address);
 }
 
 /* An address is ready from here on. Left to itself the compiler makes it when it is used: after the wait for the kernel
@@ -5607,8 +5607,9 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
             const uint32_t row = (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k];
             kvpc_store8(list + 8 * rank, uint2{(uint32_t)host[k], row});
             if (p.d.plan_src) {
-                const uint64_t at = (uint64_t)s->request * p.entries + *listed + rank;
-                p.d.plan_src[at] = host[k], p.d.plan_dst[at] = (int32_t)row;
+                const uint64_t at = 4 * ((uint64_t)s->request * p.entries + *listed + rank);
+                *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = host[k];
+                *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = (int32_t)row;
             }
         }
         rank++;
@@ -5649,7 +5650,7 @@ KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s
         if (k >= p.each || e >= p.entries)
             break;
         const int32_t row = x.slot[k] < 0 ? -1 : (int32_t)((uint32_t)s.number * p.hot_rows) + x.slot[k];
-        *(e < p.fresh ? fresh + e : rows + (e - p.fresh)) = row;
+        *kvpc_at((uintptr_t)(e < p.fresh ? fresh + e : rows + (e - p.fresh)), 0) = row;
         if (served)
             *kvpc_at(s.log, (int32_t)(s.base + e)) = x.slot[k];
         n += row < 0       ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
@@ -5712,8 +5713,8 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
             __syncthreads(); /* the next tokens may be the same */
     }
     for (uint32_t k = listed + threadIdx.x; p.d.plan_src && k < p.entries; k += blockDim.x) {
-        const uint64_t at = (uint64_t)s->request * p.entries + k;
-        p.d.plan_src[at] = p.d.plan_dst[at] = -1;
+        const uint64_t at = 4 * ((uint64_t)s->request * p.entries + k);
+        *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = -1;
     }
     s->base += p.entries;
     if (served && s->base > p.longest) { /* see kvpi_make_room */
