@@ -521,7 +521,9 @@ KVPRIM_DEVICE char *kvpc_global(uint64_t address)
 /* Returns what was there before. */
 KVPRIM_DEVICE uint64_t kvpc_add64(uint64_t address, uint64_t value)
 {
-    return atomicAdd((unsigned long long *)kvpc_global(address), (unsigned long long)value);
+    uint64_t before;
+    asm volatile("atom.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+    return before;
 }
 
 /* What another block counts now. */
