@@ -108,7 +108,7 @@ help:
 	@echo 'make wheel     build a wheel of it in build/ (KVPRIM_CUDA_ARCH="80 90 100 120")'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
-	@echo '               cuda-bench, convert-bench, transfer-bench, nccl-bench: parts of that'
+	@echo '               cuda-bench, convert-bench, transfer-bench, fetch-bench, nccl-bench: parts of that'
 	@echo 'make nccl-limits   measure each way of the collectives, and suggest limits for kvprim_nccl.h'
 	@echo '               nccl-test, nccl-bench and nccl-limits take WORLDS="3 5 8": only with so many ranks'
 	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output to build/results/'
@@ -125,8 +125,8 @@ help:
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run replay test check fuzz bench keys-bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench \
-    convert-bench transfer-bench nccl-bench nccl-limits bandwidth handover wheel torch torch-bench transformers \
-    sanitize cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
+    convert-bench transfer-bench fetch-bench nccl-bench nccl-limits bandwidth handover wheel torch torch-bench \
+    transformers sanitize cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -205,7 +205,7 @@ plots:
 # Checksums say which headers a result was measured with.
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
 GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload build/11_compact build/15_rope_store \
-    build/16_fp8 build/19_warp_copy
+    build/16_fp8 build/19_warp_copy build/22_sparse
 NCCL_EXAMPLES = build/06_allreduce build/14_handover build/17_all_reduce_norm build/20_ring_unpack \
     $(MPI_HERE:%=build/06_allreduce_mpi)
 GPU_TESTS = build/test_cuda build/test_cuda_debug build/02_kv_replay_cuda
@@ -225,8 +225,8 @@ RECORD_TRACE = build/10_trace --out build/10_trace.json || failed=1; ! command -
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
 # Fails before anything is built, whatever -j says.
-ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench convert-bench transfer-bench torch-bench transformers sanitize \
-    cuda-sanitize bandwidth engine ncu ncu-source,$(MAKECMDGOALS)),)
+ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench convert-bench transfer-bench fetch-bench torch-bench \
+    transformers sanitize cuda-sanitize bandwidth engine ncu ncu-source,$(MAKECMDGOALS)),)
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
 
@@ -247,7 +247,7 @@ gpu-test:
 documents:
 	@sh tests/documents.sh gpu
 gpu-bench:
-	$(call each,cuda-bench convert-bench transfer-bench nccl-bench)
+	$(call each,cuda-bench convert-bench transfer-bench fetch-bench nccl-bench)
 sanitize:
 	$(call each,cuda-sanitize nccl-sanitize)
 
@@ -265,6 +265,9 @@ convert-bench: build/bench_convert
 
 transfer-bench: build/bench_transfer
 	$(call keep,gpu_transfer,$(CHECKSUMS); build/bench_transfer || failed=1)
+
+fetch-bench: build/bench_fetch
+	$(call keep,gpu_fetch,$(CHECKSUMS); build/bench_fetch || failed=1)
 
 nccl-test nccl-bench nccl-limits nccl-sanitize handover:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
@@ -381,7 +384,8 @@ build/test_cuda_debug: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 build/test_cuda: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-$(GPU_BENCHES) build/bench_convert build/bench_transfer: build/%: tests/bench/%.cu $(HEADERS) build/flags
+$(GPU_BENCHES) build/bench_convert build/bench_transfer build/bench_fetch: build/%: tests/bench/%.cu $(HEADERS) \
+    build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 # The library for other languages. CUDA's runtime is linked in and exports nothing, so no libcudart.so must be found. It

@@ -44,6 +44,7 @@
        >>format      element types and scales: FP8 and INT8 caches
        >>table       kvprim_table: rows, pages, heads; the index rule
        >>gather      >>store      >>slots      >>transfer      >>unpack      >>unpack_meta      >>copy
+       >>fetch       rows of wanted tokens into a small set of hot rows, least recently used out
        >>keys        keys of blocks as engines compute them; a table of keys: the longest known prefix
        >>move        checked moves: check once, run often, several in one launch
        >>layout      the caches of engines by name; a staging area for a slice of heads; moves as runs
@@ -72,6 +73,8 @@
            >>impl_copy
            >>impl_unpack
            >>impl_unpack_meta
+           >>impl_check_fetch     checks of a fetch and of its set
+           >>impl_fetch           lookup, eviction, order of use
            >>impl_keys_sha        SHA-256: portable, x86, ARM
            >>impl_keys            rules, requests under way, tokens as engines encode them
            >>impl_keys_run        blocks hashed, of two requests at a time; checks
@@ -104,6 +107,7 @@
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
    KVPRIM_NO_KEYS              every translation unit or none: leaves out >>keys
    KVPRIM_NO_LAYOUTS           every translation unit or none: leaves out >>layout
+   KVPRIM_NO_FETCH             every translation unit or none: leaves out >>fetch, here and in kvprim_cuda.cuh
    KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. All items are
                                then sorted as >>copy says of the slowest check.
    KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
@@ -626,6 +630,83 @@ enum { KVPRIM_MAX_COPIES = 1 << 18 }; /* more is KVPRIM_ERROR_SIZE */
    Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
 
+#ifndef KVPRIM_NO_FETCH
+/* >>fetch ----------------------------------------------------------------------------------------------------------
+
+   For sparse attention: a request's rows lie in host memory, and hot_rows of them also in a hot table, where attention
+   reads them. Each call names the tokens that every request wants now. Those that are not hot are fetched, and take the
+   hot rows that have not been used for the longest time.
+
+   A state is the set of one request: state s owns the hot rows s * hot_rows to (s + 1) * hot_rows - 1, and knows which
+   token each of them holds and in what order they were used. The entries of a request are its fresh tokens, then the
+   tokens that its steps want, row by row. They are looked up in this order, and the last entry of a token counts as its
+   last use. A token that is not in the set takes the hot row that was used first, of those that no entry of this call
+   names (after a reset: the lowest that is empty). So what a call wants never evicts something else that it wants. */
+typedef struct kvprim_fetch_set {
+    void *memory;  /* of the executing side, aligned to 16 bytes; kvprim_fetch_reset() before the first call */
+    int64_t bytes; /* there; at least kvprim_fetch_state_bytes() */
+    int64_t states;
+    int64_t hot_rows; /* of each state, at most KVPRIM_MAX_HOT_ROWS */
+    int64_t tokens;   /* of each state, less than 2^31; numbers of tokens are less. 4 bytes each */
+    int64_t entries;  /* of a request in one call, at most KVPRIM_MAX_FETCH_ENTRIES */
+    int64_t reserved; /* 0 */
+} kvprim_fetch_set;
+
+enum { KVPRIM_MAX_HOT_ROWS = 65536, KVPRIM_MAX_FETCH_ENTRIES = 32768 }; /* more is KVPRIM_ERROR_SIZE */
+
+typedef struct kvprim_fetch_desc {
+    kvprim_fetch_set set;
+    int64_t count;     /* requests, at most set.states */
+    const void *state; /* `count`: the state of each request, or a negative number: padding. No two are the same */
+    kvprim_index_type state_type;
+    kvprim_index_type wanted_type; /* of wanted and fresh */
+    const void *wanted;            /* count * steps rows of top_k tokens; negative: padding. Tokens may repeat */
+    int64_t top_k, wanted_stride;  /* wanted_stride: elements from row to row; 0: top_k */
+    int32_t steps;                 /* rows of each request, which make one working set; 0: 1 */
+    int32_t reserved_steps;
+    const void *fresh; /* optional: `count` rows of fresh_count tokens whose hot rows the caller writes */
+    int64_t fresh_count, fresh_stride; /* after this call: they get one, and nothing is fetched. 0: fresh_count */
+    /* Where the row of a token lies in k and v: row page * page_rows + token % page_rows, where page is number token /
+       page_rows of the request's max_pages in `pages`, as in kvprim_slots_desc. page_rows = 1: a table of rows. Without
+       pages, token t is row t. */
+    const void *pages;
+    kvprim_index_type pages_type;
+    int32_t pages_by_state;                     /* 0: request i has row i of `pages`; 1: row state[i] */
+    int64_t max_pages, pages_stride, page_rows; /* pages_stride: elements from one row to the next; 0: max_pages */
+    int64_t host_rows;                          /* the bound of rows in k and v, less than 2^31; 0: k.rows */
+    kvprim_table k_hot, v_hot, k, v; /* without formats. K only: leave all of v at zero; a plan alone: all of k, too */
+    int64_t k_bytes, v_bytes;        /* of a row */
+    int32_t *rows;                   /* count * steps * top_k: the hot row of each wanted token, or -1 */
+    int32_t *fresh_rows;             /* count * fresh_count: those of fresh ones */
+    /* Optional, count * (fresh_count + steps * top_k) of each: what was fetched from where to where. Request i's rows
+       begin at i times that many. Of fresh tokens the source is -1, and all that is not used is -1. So
+       kvprim_transfer() with these indices fetches the same for other layers. */
+    int32_t *plan_src, *plan_dst;
+    /* Optional, as in kvprim_gather_desc. Of entries with a number that is not negative: misses were fetched, hits are
+       all others with a row, fresh ones excepted, and rejected have none. */
+    uint32_t *hits, *misses, *rejected;
+    int64_t reserved; /* 0 */
+} kvprim_fetch_desc;
+
+/* The bytes of a set's memory, from its other fields: for each state 24 * hot_rows + 16 * entries + 4 * tokens, and
+   somewhat more. 0 if one of them is out of range. */
+KVPRIM_API size_t kvprim_fetch_state_bytes(const kvprim_fetch_set *set);
+
+/* Makes a state empty, for a new request; state -1: all states, before the first call. A copy of a set's memory is the
+   same set: CPU and GPU use it in the same way, except for its first bytes, which calls need while they run.
+   Errors: NULL, SIZE (names the field and the values), ARGUMENT (memory that is not aligned, reserved). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch_reset(const kvprim_fetch_set *set, int64_t state);
+
+/* An entry has no row and counts as rejected if its token is >= tokens; if it is not hot, and the request has no page
+   for it, or its row is outside host_rows; if more tokens are wanted than hot_rows, for those that come too late; if
+   state[i] is >= states, or another request of the call has the same (one of them is served; on the CPU the first). A
+   rejected entry evicts nothing. Whatever the arrays and the set hold, nothing outside them and the tables is touched.
+   Aliasing: all that is written (set.memory, hot tables, rows, plan, counters) must overlap nothing else (checked).
+   Errors: as kvprim_transfer; NULL (set.memory, state, wanted, rows, fresh_rows, one of two plan arrays), SIZE also for
+   fields of `pages` without it, ARGUMENT also for formats. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch(const kvprim_fetch_desc *desc);
+#endif
+
 #ifndef KVPRIM_NO_KEYS
 /* >>keys -----------------------------------------------------------------------------------------------------------
 
@@ -904,6 +985,13 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots_check(const kvprim_slots_de
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc);
+#ifndef KVPRIM_NO_FETCH
+/* Also writes the moves of K and V, unless `moves` is NULL. Their indices are in the set's memory, and their count is
+   0 for a part that there is not. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch_check(const kvprim_fetch_desc *desc, kvprim_fetch_desc *resolved,
+                                                           kvprim_move *moves);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch_reset_check(const kvprim_fetch_set *set, int64_t state);
+#endif
 
 /* Sets kvprim_last_error() from a printf format and returns `status`: for kvprim's other headers and for wrappers. */
 KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, ...)
@@ -1016,6 +1104,49 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
     const int64_t page = side->page_shift >= 0 ? row >> side->page_shift : kvpi_divided(row, t->page_rows);
     return page * t->page_stride + (row - page * t->page_rows) * t->stride;
 }
+
+#ifndef KVPRIM_NO_FETCH
+/* A set's memory. First the words that a call uses while it runs (zeros after a reset of all): kvpi_fetch_words of 8
+   bytes, then for each state the last launch that used it. From `list` on pairs of rows to copy, source and
+   destination. Then the states, `each` int32 apart:
+
+       head, tail, 0, 0      of the log
+       log[logged]           slots in the order of their use
+       stamp[hot_rows]       where in the log a slot lies: its other entries there are dead
+       tag[hot_rows]         the token that a slot holds, or -1
+       map[tokens]           the slot of a token, or -1
+
+   Every slot is in the log once, and what is before head is dead. A call appends an entry for each of its own, and
+   then, if the next call had no room, moves what is alive to the log's start. */
+enum { kvpi_fetch_words = 8, kvpi_fetch_ends = 4 };
+
+typedef struct kvpi_fetch_layout {
+    int64_t hot_rows, tokens, logged, each; /* each: int32 */
+    int64_t list, states, bytes;            /* list, states: where they begin, in bytes */
+} kvpi_fetch_layout;
+
+KVPRIM_ANYWHERE kvpi_fetch_layout kvpi_fetch_layout_of(const kvprim_fetch_set *set)
+{
+    kvpi_fetch_layout l;
+    l.hot_rows = set->hot_rows, l.tokens = set->tokens;
+    l.logged = 4 * set->hot_rows + 2 * set->entries;
+    l.each = (kvpi_fetch_ends + l.logged + 2 * l.hot_rows + l.tokens + 3) / 4 * 4;
+    l.list = (8 * kvpi_fetch_words + 4 * set->states + 15) / 16 * 16;
+    l.states = l.list + (8 * set->states * set->entries + 15) / 16 * 16;
+    l.bytes = l.states + 4 * set->states * l.each;
+    return l;
+}
+
+/* Word w of a state that is empty. */
+KVPRIM_ANYWHERE int32_t kvpi_fetch_empty(const kvpi_fetch_layout *l, int64_t w)
+{
+    if (w < kvpi_fetch_ends)
+        return w == 1 ? (int32_t)l->hot_rows : 0;
+    w -= kvpi_fetch_ends;
+    w -= w < l->logged ? 0 : l->logged;
+    return w < l->hot_rows ? (int32_t)w : -1;
+}
+#endif
 #endif /* KVPRIM_ANYWHERE */
 
 /* >>impl_elements -- conversions of elements. The other headers include this one again with KVPRIM_ELEMENTS for them.
@@ -1382,6 +1513,10 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
     KVPRIM_SIZE(kvprim_unpack_meta_desc, 72)
     KVPRIM_SIZE(kvprim_copy_item, 24)
     KVPRIM_SIZE(kvprim_copy_desc, 24)
+#ifndef KVPRIM_NO_FETCH
+    KVPRIM_SIZE(kvprim_fetch_set, 56)
+    KVPRIM_SIZE(kvprim_fetch_desc, 584)
+#endif
 #ifndef KVPRIM_NO_KEYS
     KVPRIM_SIZE(kvprim_key_extra, 32)
     KVPRIM_SIZE(kvprim_keys_desc, 96)
@@ -2878,7 +3013,7 @@ typedef struct kvpi_use {
     const kvprim_side *side;
 } kvpi_use;
 
-enum { kvpi_most_uses = 12 }; /* a store that converts K and V has 10, and one that is NULL is written after them */
+enum { kvpi_most_uses = 18 }; /* a fetch of K and V has 16, and one that is NULL is written after them */
 
 typedef struct kvpi_uses {
     int count;
@@ -4847,6 +4982,403 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
     return KVPRIM_OK;
 }
 
+/* >>impl_check_fetch ----------------------------------------------------------------------------------------------- */
+#ifndef KVPRIM_NO_FETCH
+
+/* A field, and what it may be. */
+typedef struct kvpi_range {
+    const char *field;
+    int64_t value, least, most;
+    kvprim_status status;
+} kvpi_range;
+
+static kvprim_status kvpi_check_ranges(const char *function, const kvpi_range *r, size_t n)
+{
+    for (; n-- > 0; r++)
+        if (r->value < r->least || r->value > r->most)
+            return kvprim_fail(r->status, "%s: %s is %lld, less than %lld or more than %lld", function, r->field,
+                               (long long)r->value, (long long)r->least, (long long)r->most);
+    return KVPRIM_OK;
+}
+#define KVPRIM_CHECK_RANGES(function, ranges) kvpi_check_ranges(function, ranges, sizeof(ranges) / sizeof *(ranges))
+
+static kvprim_status kvpi_check_set(const char *function, const kvprim_fetch_set *d)
+{
+    const int64_t least = 128, rows = d->hot_rows > least ? d->hot_rows : least; /* 2^24 states: no product overflows */
+    const kvpi_range ranges[] = {{"set.hot_rows", d->hot_rows, 1, KVPRIM_MAX_HOT_ROWS, KVPRIM_ERROR_SIZE},
+                                 {"set.states", d->states, 1, INT32_MAX / rows, KVPRIM_ERROR_SIZE},
+                                 {"set.tokens", d->tokens, 1, INT32_MAX, KVPRIM_ERROR_SIZE},
+                                 {"set.entries", d->entries, 1, KVPRIM_MAX_FETCH_ENTRIES, KVPRIM_ERROR_SIZE},
+                                 {"set.reserved", d->reserved, 0, 0, KVPRIM_ERROR_ARGUMENT}};
+    KVPRIM_TRY(KVPRIM_CHECK_RANGES(function, ranges));
+    const kvpi_range bytes[] = {
+        {"the set's size", kvpi_fetch_layout_of(d).bytes, 1, (int64_t)kvpi_too_large - 1, KVPRIM_ERROR_SIZE}};
+    return KVPRIM_CHECK_RANGES(function, bytes);
+}
+
+/* The set, and the room for it. */
+static kvprim_status kvpi_check_set_memory(const char *function, const kvprim_fetch_set *d)
+{
+    KVPRIM_TRY(kvpi_check_set(function, d));
+    const kvpi_range bytes[] = {{"set.bytes", d->bytes, kvpi_fetch_layout_of(d).bytes, INT64_MAX, KVPRIM_ERROR_SIZE}};
+    KVPRIM_TRY(KVPRIM_CHECK_RANGES(function, bytes));
+    if (!d->memory)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: set.memory is NULL", function);
+    if ((uintptr_t)d->memory % 16)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: set.memory (%p) is not aligned to 16 bytes", function,
+                           d->memory);
+    return KVPRIM_OK;
+}
+
+/* Sizes and what must be set, and the defaults. */
+static kvprim_status kvpi_check_fetch_fields(const char *function, kvprim_fetch_desc *d)
+{
+    const int has_k = d->k_hot.data || d->k.data || d->k_bytes, fresh = d->fresh_count > 0, pages = d->pages != NULL;
+    const char *const null = !d->state                     ? "state"
+                             : !d->wanted                  ? "wanted"
+                             : !d->rows                    ? "rows"
+                             : !d->fresh && fresh          ? "fresh"
+                             : !d->fresh_rows && fresh     ? "fresh_rows"
+                             : !d->plan_src && d->plan_dst ? "plan_src"
+                             : !d->plan_dst && d->plan_src ? "plan_dst"
+                                                           : NULL;
+    d->steps = d->steps ? d->steps : 1;
+    d->wanted_stride = d->wanted_stride ? d->wanted_stride : d->top_k;
+    d->fresh_stride = d->fresh_stride ? d->fresh_stride : d->fresh_count;
+    d->pages_stride = d->pages_stride ? d->pages_stride : d->max_pages;
+    d->host_rows = d->host_rows || !has_k ? d->host_rows : d->k.rows;
+    const int64_t most = d->set.entries, in_steps = d->steps > 0 ? (most - d->fresh_count) / d->steps : 0;
+    const kvprim_status size = KVPRIM_ERROR_SIZE, argument = KVPRIM_ERROR_ARGUMENT;
+    const kvpi_range ranges[] = {
+        {"count", d->count, 0, d->set.states, size},
+        {"steps", d->steps, 1, most, size},
+        {"fresh_count", d->fresh_count, 0, most, size},
+        {"top_k", d->top_k, 1, in_steps, size}, /* all steps fit set.entries, beside fresh_count */
+        {"wanted_stride", d->wanted_stride, d->top_k, INT64_MAX, size},
+        {"fresh_stride", d->fresh_stride, d->fresh_count, INT64_MAX, size},
+        {"host_rows", d->host_rows, !has_k, INT32_MAX, size},
+        {"max_pages", d->max_pages, pages, pages ? INT64_MAX : 0, size},
+        {"page_rows", d->page_rows, pages, pages ? INT32_MAX : 0, size},
+        {"pages_stride", d->pages_stride, d->max_pages, INT64_MAX, size},
+        {"pages_by_state", d->pages_by_state, 0, pages, argument},
+        {"state_type", d->state_type, KVPRIM_I32, KVPRIM_I64, argument},
+        {"wanted_type", d->wanted_type, KVPRIM_I32, KVPRIM_I64, argument},
+        {"pages_type", d->pages_type, pages ? KVPRIM_I32 : 0, KVPRIM_I64, argument},
+        {"reserved_steps", d->reserved_steps, 0, 0, argument},
+        {"reserved", d->reserved, 0, 0, argument}};
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    return KVPRIM_CHECK_RANGES(function, ranges);
+}
+
+/* K or V: the tables by themselves, and their rows among the uses. Nothing is done if all of it is left at zero. */
+static kvprim_status kvpi_check_fetch_part(const kvprim_fetch_desc *d, int part, kvprim_move *m, kvpi_uses *u)
+{
+    static const kvprim_move_names names[2] = {{"kvprim_fetch", "k_bytes", "k_hot", "set.memory", "k", NULL},
+                                               {"kvprim_fetch", "v_bytes", "v_hot", "set.memory", "v", NULL}};
+    const kvprim_table *const hot = part ? &d->v_hot : &d->k_hot, *const src = part ? &d->v : &d->k;
+    const int64_t row_bytes = part ? d->v_bytes : d->k_bytes, hot_rows = d->set.states * d->set.hot_rows;
+    char *const list = (char *)d->set.memory + kvpi_fetch_layout_of(&d->set).list;
+    const int used = hot->data || src->data || row_bytes;
+    kvpi_set_move(m, &names[part], row_bytes, used, NULL);
+    kvpi_set_side(&m->dst, hot, list + 4, KVPRIM_I32, 0, 2);
+    kvpi_set_side(&m->src, src, list, KVPRIM_I32, 0, 2);
+    if (!used)
+        return KVPRIM_OK;
+    for (int side = 0; side < 2; side++)
+        if ((side ? src : hot)->format)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_fetch: %s.format is set, but rows move as they are",
+                               side ? names[part].src : names[part].dst);
+    KVPRIM_TRY(kvpi_check_sides(m));
+    if (hot->rows < hot_rows)
+        return kvpi_fail_field(m, &m->dst, "rows", hot->rows, "less than set.states * set.hot_rows,",
+                               (uint64_t)hot_rows);
+    if (src->rows < d->host_rows)
+        return kvpi_fail_field(m, &m->src, "rows", src->rows, "less than host_rows,", (uint64_t)d->host_rows);
+    KVPRIM_TRY(kvpi_add_rows(u, m, &m->dst));
+    return kvpi_add_rows(u, m, &m->src);
+}
+
+/* m: two moves. */
+static kvprim_status kvpi_check_fetch(const char *function, kvprim_fetch_desc *d, kvprim_move *m)
+{
+    kvpi_uses u;
+    u.count = 0;
+    KVPRIM_TRY(kvpi_check_set_memory(function, &d->set));
+    KVPRIM_TRY(kvpi_check_fetch_fields(function, d));
+    KVPRIM_TRY(kvpi_check_fetch_part(d, 0, &m[0], &u));
+    if (m[0].count == 0 && (d->v_hot.data || d->v.data || d->v_bytes))
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: v_hot, v or v_bytes is set, but k_hot.data is NULL", function);
+    KVPRIM_TRY(kvpi_check_fetch_part(d, 1, &m[1], &u));
+    const uint64_t n = (uint64_t)d->count, steps = (uint64_t)d->steps, top_k = (uint64_t)d->top_k;
+    const uint64_t fresh = (uint64_t)d->fresh_count, entries = n * (fresh + steps * top_k);
+    const uint64_t of_pages = d->pages_by_state ? (uint64_t)d->set.states : n;
+    const struct {
+        const char *name;
+        const void *data;
+        uint64_t before, stride, elements; /* before: rows, `stride` elements apart, before the last one */
+        kvprim_index_type type;
+        int written;
+    } arrays[] = {
+        {"state", d->state, 0, 0, n, d->state_type, 0},
+        {"wanted", d->wanted, n * steps - 1, (uint64_t)d->wanted_stride, top_k, d->wanted_type, 0},
+        {"fresh", d->fresh, n - 1, (uint64_t)d->fresh_stride, fresh, d->wanted_type, 0},
+        {"pages", d->pages, of_pages - 1, (uint64_t)d->pages_stride, (uint64_t)d->max_pages, d->pages_type, 0},
+        {"rows", d->rows, 0, 0, n * steps * top_k, KVPRIM_I32, 1},
+        {"fresh_rows", d->fresh_rows, 0, 0, n * fresh, KVPRIM_I32, 1},
+        {"plan_src", d->plan_src, 0, 0, entries, KVPRIM_I32, 1},
+        {"plan_dst", d->plan_dst, 0, 0, entries, KVPRIM_I32, 1},
+        {"hits", d->hits, 0, 0, 1, KVPRIM_I32, 1},
+        {"misses", d->misses, 0, 0, 1, KVPRIM_I32, 1},
+        {"rejected", d->rejected, 0, 0, 1, KVPRIM_I32, 1}};
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "set.memory", d->set.memory, (uint64_t)d->set.bytes, 16);
+    for (size_t k = 0; k < sizeof arrays / sizeof *arrays; k++) {
+        const uint64_t last = kvpi_mul(arrays[k].before, arrays[k].stride);
+        const uint64_t bytes = kvpi_mul(kvpi_add(last, arrays[k].elements), arrays[k].type == KVPRIM_I64 ? 8 : 4);
+        if (arrays[k].data && bytes >= kvpi_too_large)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %llu, which makes %s larger than %llu bytes",
+                               function, arrays[k].name, (unsigned long long)arrays[k].stride, arrays[k].name,
+                               (unsigned long long)kvpi_too_large);
+        (void)kvpi_add_use(&u, arrays[k].written ? kvpi_counter : kvpi_array, arrays[k].written, arrays[k].name,
+                           arrays[k].data, bytes, kvpi_index_align(arrays[k].type));
+    }
+    return kvpi_check_uses(function, &u, 0);
+}
+
+KVPRIM_API kvprim_status kvprim_fetch_check(const kvprim_fetch_desc *desc, kvprim_fetch_desc *resolved,
+                                            kvprim_move *moves)
+{
+    static const char function[] = "kvprim_fetch";
+    kvprim_move m[2];
+    KVPRIM_TRY(kvpi_check_desc(function, desc, desc ? &desc->count : NULL, function));
+    kvprim_fetch_desc d = *desc;
+    memset(m, 0, sizeof m);
+    if (d.count > 0) {
+        KVPRIM_TRY(kvpi_check_fetch(function, &d, m));
+        d.k_hot = m[0].dst.table, d.k = m[0].src.table, d.v_hot = m[1].dst.table, d.v = m[1].src.table;
+    }
+    if (resolved)
+        *resolved = d;
+    if (moves) {
+        (void)kvpi_finish_moves(KVPRIM_OK, m, 2);
+        memcpy(moves, m, sizeof m);
+    }
+    return KVPRIM_OK;
+}
+
+KVPRIM_API size_t kvprim_fetch_state_bytes(const kvprim_fetch_set *set)
+{
+    static const char function[] = "kvprim_fetch_state_bytes";
+    if (!set)
+        (void)kvprim_fail(KVPRIM_ERROR_NULL, "%s: set is NULL", function);
+    return set && kvpi_check_set(function, set) == KVPRIM_OK ? (size_t)kvpi_fetch_layout_of(set).bytes : 0;
+}
+
+KVPRIM_API kvprim_status kvprim_fetch_reset_check(const kvprim_fetch_set *set, int64_t state)
+{
+    static const char function[] = "kvprim_fetch_reset";
+    if (!set)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: set is NULL", function);
+    KVPRIM_TRY(kvpi_check_set_memory(function, set));
+    if (state < -1 || state >= set->states)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: state is %lld, less than -1 or not less than set.states, %lld",
+                           function, (long long)state, (long long)set->states);
+    return KVPRIM_OK;
+}
+
+/* >>impl_fetch -- the order of use, and what each call does to it. The GPU does the same, entry by entry */
+
+KVPRIM_API kvprim_status kvprim_fetch_reset(const kvprim_fetch_set *set, int64_t state)
+{
+    KVPRIM_RANGE("kvprim_fetch_reset");
+    KVPRIM_TRY(kvprim_fetch_reset_check(set, state));
+    const kvpi_fetch_layout l = kvpi_fetch_layout_of(set);
+    const int64_t first = state < 0 ? 0 : state, end = state < 0 ? set->states : state + 1;
+    if (state < 0)
+        memset(set->memory, 0, (size_t)l.list);
+    for (int64_t s = first; s < end; s++) {
+        int32_t *const words = (int32_t *)((char *)set->memory + l.states) + s * l.each;
+        for (int64_t w = 0; w < l.each; w++)
+            words[w] = kvpi_fetch_empty(&l, w);
+    }
+    return KVPRIM_OK;
+}
+
+/* A call under way. `launch` is its number; `busy` says which one each state was used in last. */
+typedef struct kvpi_fetch {
+    kvprim_fetch_desc d; /* resolved */
+    kvpi_fetch_layout layout;
+    int64_t entries; /* of a request */
+    uint32_t launch, *busy;
+    int32_t *list; /* pairs, of which there are ... */
+    int64_t listed;
+} kvpi_fetch;
+
+/* A state under way: entry e of the call lies in the log at base + e. */
+typedef struct kvpi_fetch_state {
+    int32_t *ends, *log, *stamp, *tag, *map;
+    int64_t head, base;
+    int64_t number, request;
+} kvpi_fetch_state;
+
+/* The token of an entry: -1 is padding, -2 is no token of a state. */
+static int64_t kvpi_entry_token(const kvprim_fetch_desc *d, int64_t request, int64_t e)
+{
+    const int64_t in_wanted = e - d->fresh_count, row = request * d->steps + in_wanted / d->top_k;
+    const int64_t token = in_wanted < 0
+                              ? kvpi_element(d->fresh, d->wanted_type, request * d->fresh_stride + e)
+                              : kvpi_element(d->wanted, d->wanted_type, row * d->wanted_stride + in_wanted % d->top_k);
+    return token < 0 ? -1 : token < d->set.tokens ? token : -2;
+}
+
+/* The row of a token in k and v; -1: there is none. */
+static int64_t kvpi_host_row(const kvprim_fetch_desc *d, int64_t request, int64_t state, int64_t token)
+{
+    int64_t row = token;
+    if (d->pages) {
+        const int64_t in_pages = token / d->page_rows, at = (d->pages_by_state ? state : request) * d->pages_stride;
+        const int64_t page = in_pages < d->max_pages ? kvpi_element(d->pages, d->pages_type, at + in_pages) : -1;
+        row = page < 0 || page > INT32_MAX ? INT64_MAX : page * d->page_rows + token % d->page_rows;
+    }
+    return row < d->host_rows ? row : -1;
+}
+
+static int kvpi_is_slot(const kvpi_fetch *f, int32_t slot)
+{
+    return slot >= 0 && slot < f->layout.hot_rows;
+}
+
+/* Whether the log's entry at `at` is alive. */
+static int kvpi_is_alive(const kvpi_fetch *f, const kvpi_fetch_state *s, int64_t at)
+{
+    return kvpi_is_slot(f, s->log[at]) && s->stamp[s->log[at]] == at;
+}
+
+/* Moves what is alive to the log's start, unless there is room for the entries of another call. */
+static void kvpi_make_room(const kvpi_fetch *f, kvpi_fetch_state *s)
+{
+    int64_t alive = 0;
+    if (s->base <= f->layout.logged - f->d.set.entries)
+        return;
+    for (int64_t at = s->head; at < s->base; at++)
+        if (kvpi_is_alive(f, s, at)) {
+            const int32_t slot = s->log[at];
+            s->log[alive] = slot, s->stamp[slot] = (int32_t)alive++;
+        }
+    s->head = 0, s->base = alive;
+}
+
+/* Takes the slot that was used first for a token, or returns -1. `host`: where its row lies, -1 for a fresh one. */
+static int32_t kvpi_take_slot(kvpi_fetch *f, kvpi_fetch_state *s, int64_t token, int64_t host)
+{
+    for (; s->head < s->base; s->head++)
+        if (kvpi_is_alive(f, s, s->head)) {
+            const int32_t slot = s->log[s->head++], old = s->tag[slot];
+            if (old >= 0 && old < f->layout.tokens)
+                s->map[old] = -1;
+            s->tag[slot] = (int32_t)token, s->map[token] = slot;
+            f->list[2 * f->listed] = (int32_t)host;
+            f->list[2 * f->listed++ + 1] = (int32_t)(s->number * f->layout.hot_rows + slot);
+            return slot;
+        }
+    return -1;
+}
+
+/* The slot of an entry, or -1, and counts it. */
+static int32_t kvpi_fetch_entry(kvpi_fetch *f, kvpi_fetch_state *s, int64_t e, int64_t token)
+{
+    const int fresh = e < f->d.fresh_count;
+    int32_t slot = token < 0 ? -1 : s->map[token];
+    if (kvpi_is_slot(f, slot)) {
+        if (!fresh && f->d.hits)
+            ++*f->d.hits;
+        return slot;
+    }
+    const int64_t host = token < 0 || fresh ? -1 : kvpi_host_row(&f->d, s->request, s->number, token);
+    slot = token < 0 || (!fresh && host < 0) ? -1 : kvpi_take_slot(f, s, token, host);
+    uint32_t *const counter = slot < 0 ? token == -1 ? NULL : f->d.rejected : fresh ? NULL : f->d.misses;
+    if (counter)
+        ++*counter;
+    return slot;
+}
+
+/* What was listed from `first` on is the request's plan. */
+static void kvpi_write_plan(const kvpi_fetch *f, int64_t request, int64_t first)
+{
+    for (int64_t e = 0, at = request * f->entries; f->d.plan_src && e < f->entries; e++, at++) {
+        const int used = first + e < f->listed;
+        f->d.plan_src[at] = used ? f->list[2 * (first + e)] : -1;
+        f->d.plan_dst[at] = used ? f->list[2 * (first + e) + 1] : -1;
+    }
+}
+
+static void kvpi_fetch_request(kvpi_fetch *f, int64_t request)
+{
+    const kvprim_fetch_desc *const d = &f->d;
+    const kvpi_fetch_layout *const l = &f->layout;
+    const int64_t number = kvpi_element(d->state, d->state_type, request), first = f->listed;
+    const int served = number >= 0 && number < d->set.states && f->busy[number] != f->launch;
+    kvpi_fetch_state s;
+    memset(&s, 0, sizeof s);
+    if (served) {
+        f->busy[number] = f->launch;
+        s.number = number, s.request = request;
+        s.ends = (int32_t *)((char *)d->set.memory + l->states) + number * l->each;
+        s.log = s.ends + kvpi_fetch_ends, s.stamp = s.log + l->logged;
+        s.tag = s.stamp + l->hot_rows, s.map = s.tag + l->hot_rows;
+        const uint32_t room = (uint32_t)(l->logged - f->entries), head = (uint32_t)s.ends[0],
+                       base = (uint32_t)s.ends[1];
+        s.base = base < room ? base : room, s.head = head < s.base ? head : s.base;
+    }
+    for (int64_t e = 0; served && e < f->entries; e++) { /* what is there stays there */
+        const int64_t token = kvpi_entry_token(d, request, e);
+        if (token >= 0 && kvpi_is_slot(f, s.map[token]))
+            s.stamp[s.map[token]] = (int32_t)(s.base + e);
+    }
+    for (int64_t e = 0; e < f->entries; e++) {
+        const int64_t token = kvpi_entry_token(d, request, e);
+        const int32_t slot = served ? kvpi_fetch_entry(f, &s, e, token) : -1;
+        int32_t *const told = e < d->fresh_count ? d->fresh_rows + request * d->fresh_count + e
+                                                 : d->rows + request * d->steps * d->top_k + e - d->fresh_count;
+        *told = slot < 0 ? -1 : (int32_t)(number * l->hot_rows + slot);
+        if (served)
+            s.log[s.base + e] = slot;
+        else if (number >= 0 && token != -1 && d->rejected)
+            ++*d->rejected;
+        if (slot >= 0)
+            s.stamp[slot] = (int32_t)(s.base + e);
+    }
+    if (served) {
+        s.base += f->entries;
+        kvpi_make_room(f, &s);
+        s.ends[0] = (int32_t)s.head, s.ends[1] = (int32_t)s.base;
+    }
+    kvpi_write_plan(f, request, first);
+}
+
+KVPRIM_API kvprim_status kvprim_fetch(const kvprim_fetch_desc *desc)
+{
+    KVPRIM_RANGE("kvprim_fetch");
+    kvpi_fetch f;
+    kvprim_move m[2];
+    KVPRIM_TRY(kvprim_fetch_check(desc, &f.d, m));
+    if (f.d.count == 0)
+        return KVPRIM_OK;
+    f.layout = kvpi_fetch_layout_of(&f.d.set);
+    f.entries = f.d.fresh_count + f.d.steps * f.d.top_k, f.listed = 0;
+    f.list = (int32_t *)((char *)f.d.set.memory + f.layout.list);
+    uint32_t *const words = (uint32_t *)f.d.set.memory; /* the first one of 8 bytes counts launches in its upper half */
+    f.busy = words + 2 * kvpi_fetch_words;
+    f.launch = ++words[1];
+    memset(words + 2, 0, 8 * (kvpi_fetch_words - 1));
+    for (int64_t request = 0; request < f.d.count; request++)
+        kvpi_fetch_request(&f, request);
+    for (int part = 0; part < 2; part++)
+        m[part].count *= f.listed;
+    return kvpi_run_moves(KVPRIM_OK, m, 2);
+}
+#endif /* KVPRIM_NO_FETCH */
+
 /* >>impl_keys_sha -- SHA-256. States are digests: big-endian bytes */
 #ifndef KVPRIM_NO_KEYS
 
@@ -5720,6 +6252,7 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
 #undef KVPRIM_SUM
 #undef KVPRIM_XXH3
 #undef KVPRIM_REFUSE
+#undef KVPRIM_CHECK_RANGES
 #undef KVPRIM_COPY
 #undef KVPRIM_MOVE
 #undef KVPRIM_CONVERT

@@ -24,7 +24,7 @@
 
    Contents (search for the tag):
        >>config      macros that you may define
-       >>gpu_move    gather, store, slots, transfer, unpack, unpack_meta, copy, and checked moves
+       >>gpu_move    gather, store, slots, transfer, unpack, unpack_meta, copy, fetch, and checked moves
        >>device      device functions for your own kernels: where rows lie, copies by a warp
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
@@ -53,6 +53,7 @@
            >>impl_unpack_run      one launch or several, or CUDA's own copy; the checks
            >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
            >>impl_slots           page tables into slots: the kernel and its parameters
+           >>impl_fetch           lookup, eviction and copies in one launch
            >>impl_calls           the public functions
 
    In kvprim.h: all checks of descriptors (>>impl_check), the index rule and the page arithmetic (>>impl_rows), and what
@@ -87,6 +88,7 @@
                                nvcc (13.0) and 0.4 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NO_UNPACK            the same for unpack, unpack_meta and copy (1 s, 0.3 MB), which then return it
+   KVPRIM_NO_FETCH             every translation unit or none, as in kvprim.h
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
 #include "kvprim.h"
@@ -210,6 +212,18 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unp
    enqueues a cudaMemsetAsync. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc,
                                                          const kvprim_cuda_launch *launch);
+
+#ifndef KVPRIM_NO_FETCH
+/* One launch looks up what is wanted and copies the rows that are missing, from pinned host memory or memory of a GPU;
+   ordinary host memory is KVPRIM_ERROR_ARGUMENT if it is k, v or set.memory (see kvprim_cuda_transfer). A request is
+   looked up by one block, 4,096 entries at a time; up to 32 more blocks copy the rows of all requests. Fast if rows and
+   strides are multiples of 16 bytes. All calls with a set follow each other in stream order. Errors also: SIZE (rows in
+   2^31 pieces or more). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc,
+                                                          const kvprim_cuda_launch *launch);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch_reset(const kvprim_fetch_set *set, int64_t state,
+                                                                const kvprim_cuda_launch *launch);
+#endif
 
 #ifdef __cplusplus
 }
@@ -438,6 +452,7 @@ KVPRIM_LOAD(kvpc_load_u8, uint32_t, "u8", "=r")
 KVPRIM_LOAD(kvpc_load_i32, int32_t, "s32", "=r")
 KVPRIM_LOAD(kvpc_load_i64, int64_t, "s64", "=l")
 KVPRIM_LOAD(kvpc_load_f32, float, "f32", "=f")
+KVPRIM_LOAD(kvpc_load_new, int32_t, "cg.s32", "=r") /* past the first cache: what atomics and other threads wrote */
 #undef KVPRIM_LOAD
 
 KVPRIM_DEVICE uint2 kvpc_load8(uint64_t address)
@@ -502,6 +517,20 @@ KVPRIM_DEVICE uint32_t kvpc_group_xor(uint32_t value, uint32_t distance, uint32_
 KVPRIM_DEVICE char *kvpc_global(uint64_t address)
 {
     return (char *)__cvta_global_to_generic((size_t)address);
+}
+
+/* Returns what was there before. */
+KVPRIM_DEVICE uint64_t kvpc_add64(uint64_t address, uint64_t value)
+{
+    uint64_t before;
+    asm volatile("atom.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+    return before;
+}
+
+/* What another block counts now. */
+KVPRIM_DEVICE uint64_t kvpc_load_done(uint64_t address)
+{
+    return *(const volatile uint64_t *)kvpc_global(address);
 }
 
 /* An address is ready from here on. Left to itself the compiler makes it when it is used: after the wait for the kernel
@@ -599,6 +628,25 @@ KVPRIM_DEVICE void kvpc_store_words(const uint64_t *to, const uint4 *v, uint32_t
             kvpc_store16(to[k], v[k]);
         else if (tails && at + k * step < end)
             kvpc_store_tail(to[k], v[k], end - (at + k * step));
+}
+
+/* Returns the sum of this thread's number and those of the block's threads before it. sums: a word for each warp. */
+KVPRIM_DEVICE uint32_t kvpc_sum_up(uint32_t *sums, uint32_t number, uint32_t *all)
+{
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (uint32_t distance = 1; distance < 32; distance *= 2) {
+        const uint32_t before = kvpc_shuffle_up(number, distance);
+        number += lane >= distance ? before : 0;
+    }
+    if (lane == 31)
+        sums[warp] = number;
+    __syncthreads();
+    *all = 0;
+    for (uint32_t w = 0; w < blockDim.x / 32; w++) {
+        number += w < warp ? sums[w] : 0;
+        *all += sums[w];
+    }
+    return number;
 }
 
 /* The addresses of words that lie `step` bytes apart. */
@@ -2338,17 +2386,8 @@ KVPRIM_DEVICE bool kvpc_is_small(const kvpc_meta &p, uint4 m)
 /* Numbers the strips of a range from its first fragment to its last. `strips` are those of this thread's. */
 KVPRIM_DEVICE void kvpc_sum_strips(kvpc_range *r, uint32_t strips)
 {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (uint32_t distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = kvpc_shuffle_up(strips, distance);
-        strips += lane >= distance ? before : 0;
-    }
-    if (lane == 31)
-        r->sums[warp] = strips;
-    __syncthreads();
-    for (uint32_t w = 0; w < warp; w++)
-        strips += r->sums[w];
-    r->first[threadIdx.x + 1] = strips;
+    uint32_t all;
+    r->first[threadIdx.x + 1] = kvpc_sum_up(r->sums, strips, &all);
     if (threadIdx.x == 0)
         r->first[0] = 0;
     __syncthreads();
@@ -5356,6 +5395,494 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
     return kvpc_check_bytes(function, "rejected", d->rejected, 4);
 }
 
+/* >>impl_fetch ------------------------------------------------------------------------------------------------------
+
+   One launch. Its blocks draw numbers. Each number below `count` is a request to look up. Who draws a larger one knows
+   that all lookups have begun, waits for their end, and copies its share of the rows that they listed. So nobody waits
+   for one that may not have started, however few run at once.
+
+   With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
+   instructions, which are fetched anew: so a thread has two entries, in registers. */
+#ifndef KVPRIM_NO_FETCH
+
+enum {
+    kvpc_fetch_threads = 1024,
+    kvpc_fetch_few_threads = 256, /* of up to as many entries */
+    kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
+    kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
+    kvpc_fetch_loads = 4          /* words of a thread that copies */
+};
+
+typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
+
+typedef struct kvpc_fetch {
+    uint32_t count, draws, entries, fresh, each, span; /* span: entries that a block looks up at a time */
+    uint32_t tokens, hot_rows, logged, longest;        /* longest: where a log may end */
+    uint32_t parts, pdl;                               /* parts: 1 with K, 2 with V */
+    kvpc_divisor32 by_top_k;                           /* 0: one step */
+    uint64_t step_gap;                                 /* bytes from a step's last token to the next one's first */
+    kvpc_divisor by_page;                              /* rows of a page; 0: no pages */
+    kvpi_fetch_layout layout;
+    kvprim_fetch_desc d; /* resolved */
+    kvpc_fetch_part part[2];
+} kvpc_fetch;
+
+static_assert(sizeof(kvpc_fetch) <= kvpc_params_bytes, "no room");
+
+/* What the threads of a block tell each other. */
+typedef struct kvpc_fetch_block {
+    uint32_t sums[32];
+    int32_t slots[kvpc_fetch_threads * kvpc_fetch_each]; /* that are free, in the order of their last use */
+    uint64_t drawn, done;
+    int32_t head;
+    uint32_t served, first;
+} kvpc_fetch_block;
+
+/* A request under way: addresses, and the ends of its state's log when the call began. */
+typedef struct kvpc_fetch_state {
+    uint64_t number, ends, log, stamp, tag, map;
+    uint32_t request, head, base;
+} kvpc_fetch_state;
+
+/* What a thread knows of its entries. token: -1 is padding, -2 is no token of a state. */
+typedef struct kvpc_entries {
+    uint32_t first; /* entry k is `first` + k */
+    int32_t token[kvpc_fetch_each], slot[kvpc_fetch_each];
+    bool owns[kvpc_fetch_each];
+} kvpc_entries;
+
+KVPRIM_DEVICE uint64_t kvpc_word_of(const kvpc_fetch &p, uint32_t word)
+{
+    return (uintptr_t)p.d.set.memory + 8 * word;
+}
+
+/* Element i of int32 in memory that this launch writes. */
+KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
+{
+    return (int32_t *)kvpc_global(address + 4 * (uint64_t)(uint32_t)i);
+}
+
+/* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
+   launch counts in: words 1 (even launches) and 2, where requests looked up stand above the rows that they listed, and
+   words 3 and 4, where rows are reserved in the list. Who draws the last number ends the launch. */
+KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
+{
+    const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
+    const uint32_t next = (uint32_t)(drawn >> 32 & 1) ^ 1;
+    if ((uint32_t)drawn == 0)
+        for (uint32_t word = 1; word < 5; word += 2)
+            kvpc_store8(kvpc_word_of(p, word + next), uint2{0, 0});
+    if ((uint32_t)drawn == p.draws - 1)
+        (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
+    return drawn;
+}
+
+KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type, uint64_t i)
+{
+    const uint64_t at = (uintptr_t)data + i * (type == KVPRIM_I64 ? 8 : 4);
+    const int32_t low = kvpc_load_i32(at), high = type == KVPRIM_I64 ? kvpc_load_i32(at + 4) : low >> 31;
+    return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
+}
+
+KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_entries *x)
+{
+    const bool wide = p.d.wanted_type == KVPRIM_I64;
+    const uint32_t size = wide ? 8 : 4;
+    const uint64_t fresh = (uintptr_t)p.d.fresh + size * (uint64_t)request * (uint64_t)p.d.fresh_stride;
+    const uint64_t steps = (uint64_t)request * (uint32_t)p.d.steps;
+    const uint64_t wanted = (uintptr_t)p.d.wanted + size * (steps * (uint64_t)p.d.wanted_stride - p.fresh);
+    int32_t low[kvpc_fetch_each], high[kvpc_fetch_each];
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t e = x->first + k;
+        const uint64_t gaps = p.step_gap ? kvpc_divide(e - p.fresh, p.by_top_k) * p.step_gap : 0;
+        const uint64_t at = (e < p.fresh ? fresh : wanted + gaps) + e * size;
+        low[k] = high[k] = -1;
+        if (k < p.each && e < p.entries)
+            low[k] = kvpc_load_i32(at), high[k] = wide ? kvpc_load_i32(at + 4) : 0;
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        high[k] = wide ? high[k] : low[k] >> 31;
+        x->token[k] = high[k] < 0 ? -1 : high[k] == 0 && (uint32_t)low[k] < p.tokens ? low[k] : -2;
+    }
+}
+
+KVPRIM_DEVICE void kvpc_find_slots(const kvpc_fetch &p, const kvpc_fetch_state &s, kvpc_entries *x)
+{
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (x->slot[k] = -1, x->token[k] >= 0)
+            x->slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k]));
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        x->slot[k] = (uint32_t)x->slot[k] < p.hot_rows ? x->slot[k] : -1;
+}
+
+/* Marks entries that have a slot as used last. */
+KVPRIM_DEVICE void kvpc_use_slots(const kvpc_fetch_state &s, const kvpc_entries &x)
+{
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (x.slot[k] >= 0)
+            (void)atomicMax(kvpc_at(s.stamp, x.slot[k]), (int32_t)(s.base + x.first + k));
+}
+
+/* This thread's entries of the log, from `at` on. */
+KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t at, int32_t *slot)
+{
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (slot[k] = -1, k < p.each && at + k < s.base)
+            slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.log, (int32_t)(at + k)));
+}
+
+/* Numbers the slots of the log that are alive, from its head on. `room`: moves them all to the log's start. Otherwise
+   writes the first ones to b->slots, as many as entries want one, and moves the head past them. Returns how many there
+   are. *rank: how many entries of this thread want one, and becomes the number of the first. `slot` holds the thread's
+   first entries of the log. */
+template <bool room>
+KVPRIM_DEVICE uint32_t kvpc_read_log(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, int32_t *slot,
+                                     uint32_t *rank)
+{
+    uint32_t wanted = room ? p.hot_rows : 0, found = 0, all, own = room ? 0 : *rank;
+    for (uint32_t at = s->head + threadIdx.x * p.each;; at += p.span) {
+        int32_t stamp[kvpc_fetch_each], next[kvpc_fetch_each];
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            if (stamp[k] = -1, (uint32_t)slot[k] < p.hot_rows)
+                stamp[k] = kvpc_load_new((uintptr_t)kvpc_at(s->stamp, slot[k]));
+        kvpc_load_log(p, *s, at + p.span, next);
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            own += stamp[k] == (int32_t)(at + k) ? 1u << 16 : 0;
+        const uint32_t before = kvpc_sum_up(b->sums, own, &all) - own;
+        if (!room && found == 0 && (all & 0xffff))
+            wanted = all & 0xffff, *rank = before & 0xffff;
+        uint32_t to = found + (before >> 16);
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            if (stamp[k] == (int32_t)(at + k) && to < wanted) {
+                if (room)
+                    *kvpc_at(s->log, (int32_t)to) = slot[k], *kvpc_at(s->stamp, slot[k]) = (int32_t)to;
+                else
+                    b->slots[to] = slot[k];
+                if (++to == wanted)
+                    b->head = (int32_t)(at + k + 1);
+            }
+        found += all >> 16, own = 0;
+        __syncthreads();
+        if (found >= wanted || at - threadIdx.x * p.each + p.span >= s->base)
+            break;
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            slot[k] = next[k];
+    }
+    if (wanted > 0)
+        s->head = found < wanted ? s->base : (uint32_t)b->head;
+    return found < wanted ? found : wanted;
+}
+
+/* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
+   the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether any token
+   repeats: if none does, nobody has to look again. */
+KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, kvpc_entries *x)
+{
+    int32_t claim[kvpc_fetch_each];
+    bool repeat = false;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        x->owns[k] = x->token[k] >= 0 && x->slot[k] < 0;
+        if (claim[k] = -1, x->owns[k])
+            claim[k] = atomicMax(kvpc_at(s.map, x->token[k]), INT32_MAX - (int32_t)(x->first + k));
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        repeat = repeat || claim[k] >= 0;
+    if (!__syncthreads_or(repeat))
+        return false;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        x->owns[k] =
+            x->owns[k] && kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k])) == INT32_MAX - (int32_t)(x->first + k);
+    return true;
+}
+
+/* Where the rows of owned tokens lie; -1: nowhere. Of fresh ones, nowhere, too. */
+KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, int32_t *host)
+{
+    int64_t page[kvpc_fetch_each];
+    const uint64_t pages = (p.d.pages_by_state ? s.number : s.request) * (uint64_t)p.d.pages_stride;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t in_pages = kvpc_divide((uint32_t)x.token[k], p.by_page);
+        if (page[k] = -1, x.owns[k] && x.first + k >= p.fresh && (!p.by_page.by || in_pages < p.d.max_pages))
+            page[k] = p.by_page.by ? kvpc_load_number(p.d.pages, p.d.pages_type, pages + in_pages) : 0;
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t in_page =
+            (uint32_t)x.token[k] - kvpc_divide((uint32_t)x.token[k], p.by_page) * (uint32_t)p.by_page.by;
+        const uint64_t row = (uint64_t)(uint32_t)page[k] * p.by_page.by + in_page;
+        host[k] = page[k] >= 0 && page[k] <= INT32_MAX && row < (uint64_t)p.d.host_rows ? (int32_t)row : -1;
+    }
+}
+
+/* Gives slots to the tokens of this thread's entries that lack one, and lists the rows to copy: *listed so far. */
+KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
+                                   uint32_t *listed, uint32_t launch)
+{
+    int32_t freed[kvpc_fetch_each], host[kvpc_fetch_each];
+    uint32_t rank = 0;
+    kvpc_load_log(p, *s, s->head + threadIdx.x * p.each, freed);
+    const bool repeat = kvpc_claim(*s, x);
+    kvpc_find_hosts(p, *s, *x, host);
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        rank += x->owns[k] && (host[k] >= 0 || x->first + k < p.fresh);
+    const uint32_t n = kvpc_read_log<false>(p, b, s, freed, &rank);
+    if (threadIdx.x == 0)
+        b->first = p.count == 1 ? *listed : (uint32_t)kvpc_add64(kvpc_word_of(p, 3 + launch % 2), n);
+    if (p.count > 1)
+        __syncthreads();
+    const uint64_t list =
+        kvpc_word_of(p, 0) + (uint64_t)p.layout.list + 8 * (uint64_t)(p.count > 1 ? b->first : *listed);
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        if (!x->owns[k] || (host[k] < 0 && x->first + k >= p.fresh))
+            continue;
+        if (rank < n) {
+            x->slot[k] = b->slots[rank];
+            const uint32_t row = (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k];
+            kvpc_store8(list + 8 * rank, uint2{(uint32_t)host[k], row});
+            if (p.d.plan_src) {
+                const uint64_t at = 4 * ((uint64_t)s->request * p.entries + *listed + rank);
+                *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = host[k];
+                *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = (int32_t)row;
+            }
+        }
+        rank++;
+    }
+    *listed += n;
+    if (x->first - threadIdx.x * p.each + p.span >= p.entries) { /* all are listed: tell those that copy */
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)1 << 32) + *listed);
+        }
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (x->owns[k]) {
+            uint32_t old = UINT32_MAX;
+            if (x->slot[k] >= 0)
+                old = atomicExch((uint32_t *)kvpc_at(s->tag, x->slot[k]), (uint32_t)x->token[k]);
+            if (old < p.tokens)
+                *kvpc_at(s->map, (int32_t)old) = -1;
+            *kvpc_at(s->map, x->token[k]) = x->slot[k];
+        }
+    if (repeat) {
+        __syncthreads();
+        kvpc_find_slots(p, *s, x);
+    }
+    kvpc_use_slots(*s, *x);
+}
+
+/* Tells the rows of this thread's entries, and counts them. Of a request that is not served all are -1. */
+KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, bool served)
+{
+    const uint32_t wanted = p.entries - p.fresh;
+    int32_t *const rows = p.d.rows + (uint64_t)s.request * wanted;
+    int32_t *const fresh = p.d.fresh_rows + (uint64_t)s.request * p.fresh;
+    uint32_t n = 0;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t e = x.first + k;
+        if (k >= p.each || e >= p.entries)
+            break;
+        const int32_t row = x.slot[k] < 0 ? -1 : (int32_t)((uint32_t)s.number * p.hot_rows) + x.slot[k];
+        *kvpc_at((uintptr_t)(e < p.fresh ? fresh + e : rows + (e - p.fresh)), 0) = row;
+        if (served)
+            *kvpc_at(s.log, (int32_t)(s.base + e)) = x.slot[k];
+        n += row < 0       ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
+             : e < p.fresh ? 0
+             : x.owns[k]   ? 1u << 10
+                           : 1;
+    }
+    if (!p.d.hits && !p.d.misses && !p.d.rejected)
+        return;
+    for (uint32_t mask = 1; mask < 32; mask *= 2)
+        n += kvpc_shuffle_xor(n, mask);
+    uint32_t *const counters[] = {p.d.hits, p.d.misses, p.d.rejected};
+    for (uint32_t k = 0; k < 3; k++)
+        if (threadIdx.x % 32 == 0 && counters[k] && (n >> 10 * k & 1023))
+            atomicAdd(counters[k], n >> 10 * k & 1023);
+}
+
+/* See kvpi_fetch_request. The first entries' tokens are loaded. */
+KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
+                                      uint32_t launch)
+{
+    const uint32_t own = x->first, room = p.logged - p.entries;
+    const bool is_state = (uint64_t)p.d.set.states > s->number, parts = p.span < p.entries;
+    bool lacks = false;
+    uint32_t listed = 0;
+    s->ends = kvpc_word_of(p, 0) + (uint64_t)p.layout.states + 4 * (uint64_t)p.layout.each * (is_state ? s->number : 0);
+    s->log = s->ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
+    s->tag = s->stamp + 4 * p.hot_rows, s->map = s->tag + 4 * p.hot_rows;
+    if (threadIdx.x == 0)
+        b->served = is_state && atomicExch((uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)s->number),
+                                           launch) != launch;
+    s->head = (uint32_t)kvpc_load_new(s->ends), s->base = (uint32_t)kvpc_load_new(s->ends + 4);
+    kvpc_find_slots(p, *s, x);
+    s->base = s->base < room ? s->base : room, s->head = s->head < s->base ? s->head : s->base;
+    __syncthreads();
+    const bool served = b->served;
+    for (; served && x->first - own < p.entries; x->first += p.span) { /* what is there stays there */
+        if (x->first != own) {
+            kvpc_load_tokens(p, s->request, x);
+            kvpc_find_slots(p, *s, x);
+        }
+        kvpc_use_slots(*s, *x);
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            lacks = lacks || (x->token[k] >= 0 && x->slot[k] < 0);
+    }
+    const bool missing = __syncthreads_or(lacks);
+    if (!missing && threadIdx.x == 0)
+        (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), (uint64_t)1 << 32);
+    for (x->first = own; x->first - own < p.entries; x->first += p.span) {
+        if (parts) {
+            kvpc_load_tokens(p, s->request, x);
+            kvpc_find_slots(p, *s, x);
+        }
+        for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+            x->owns[k] = false, x->slot[k] = served ? x->slot[k] : -1;
+        if (missing)
+            kvpc_take_slots(p, b, s, x, &listed, launch);
+        kvpc_tell_rows(p, *s, *x, served);
+        if (parts)
+            __syncthreads(); /* the next tokens may be the same */
+    }
+    for (uint32_t k = listed + threadIdx.x; p.d.plan_src && k < p.entries; k += blockDim.x) {
+        const uint64_t at = 4 * ((uint64_t)s->request * p.entries + k);
+        *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = -1;
+    }
+    s->base += p.entries;
+    if (served && s->base > p.longest) { /* see kvpi_make_room */
+        int32_t slot[kvpc_fetch_each];
+        uint32_t none;
+        __syncthreads();
+        kvpc_load_log(p, *s, s->head + own, slot);
+        s->base = kvpc_read_log<true>(p, b, s, slot, &none), s->head = 0;
+    }
+    if (served && threadIdx.x == 0)
+        *kvpc_at(s->ends, 0) = (int32_t)s->head, *kvpc_at(s->ends, 1) = (int32_t)s->base;
+}
+
+/* Copies this block's share of the rows that were listed. */
+KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch_part &p, uint32_t listed)
+{
+    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
+    const uint32_t groups = gridDim.x * (blockDim.x >> p.lanes_shift), total = listed * (uint32_t)p.task.chunks.by;
+    for (uint32_t work = blockIdx.x + gridDim.x * (threadIdx.x >> p.lanes_shift); work < total; work += groups) {
+        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, false);
+        if (kvpc_is_words(c)) {
+            uint4 v[kvpc_fetch_loads];
+            kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+            kvpc_store_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+        } else
+            kvpc_copy_chunk<1>(c, lane, lanes);
+    }
+}
+
+/* A block first guesses that it draws its own number: the tokens are then there when it has drawn. */
+static __global__ void __launch_bounds__(kvpc_fetch_threads)
+    kvpc_fetch_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch KVPRIM_IN_PLACE p)
+{
+    __shared__ kvpc_fetch_block b;
+    kvpc_fetch_state s;
+    kvpc_entries x;
+    bool draws = true;
+    s.request = blockIdx.x;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (;;) {
+        if (draws && threadIdx.x == 0)
+            b.drawn = kvpc_draw(p);
+        x.first = threadIdx.x * p.each;
+        if (s.request < p.count) {
+            s.number = (uint64_t)kvpc_load_number(p.d.state, p.d.state_type, s.request);
+            kvpc_load_tokens(p, s.request, &x);
+        }
+        __syncthreads();
+        const uint32_t drawn = (uint32_t)b.drawn;
+        if (drawn >= p.count)
+            break;
+        draws = drawn == s.request;
+        s.request = drawn;
+        if (draws) {
+            kvpc_fetch_request(p, &b, &s, &x, (uint32_t)(b.drawn >> 32));
+            s.request = drawn + gridDim.x;
+        }
+        __syncthreads();
+    }
+    if (p.parts == 0)
+        return;
+    if (threadIdx.x == 0) {
+        do
+            b.done = kvpc_load_done(kvpc_word_of(p, 1 + (uint32_t)(b.drawn >> 32 & 1)));
+        while (b.done >> 32 < p.count);
+        __threadfence();
+    }
+    __syncthreads();
+    KVPRIM_ROLLED
+    for (uint32_t k = 0; k < p.parts && (uint32_t)b.done; k++)
+        kvpc_copy_listed(p.part[k], (uint32_t)b.done);
+}
+
+typedef struct kvpc_fetch_reset {
+    uint64_t memory, words, states, total; /* words that become zeros at `memory`; of the states */
+    kvpi_fetch_layout layout;
+    uint32_t pdl;
+} kvpc_fetch_reset;
+
+static __global__ void __launch_bounds__(kvpc_fetch_threads)
+    kvpc_fetch_reset_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch_reset KVPRIM_IN_PLACE p)
+{
+    const uint64_t threads = (uint64_t)gridDim.x * blockDim.x, first = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (uint64_t w = first; w < p.words; w += threads)
+        *(int32_t *)kvpc_global(p.memory + 4 * w) = 0;
+    for (uint64_t w = first; w < p.total; w += threads)
+        *(int32_t *)kvpc_global(p.states + 4 * w) =
+            kvpi_fetch_empty(&p.layout, (int64_t)w - kvpi_divided((int64_t)w, p.layout.each) * p.layout.each);
+}
+
+/* d is resolved. */
+static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_desc *d, const kvprim_move *moves)
+{
+    kvpc_fetch p = {};
+    const int64_t entries = d->fresh_count + d->steps * d->top_k, gap = d->steps > 1 ? d->wanted_stride - d->top_k : 0;
+    const kvpc_slice slice = {0, 1, 0, d->count * entries};
+    p.d = *d, p.layout = kvpi_fetch_layout_of(&d->set), p.pdl = call->launch.pdl != 0;
+    for (const kvprim_move *m = moves; m < moves + 2 && m->count; m++) {
+        kvpc_fetch_part *const part = &p.part[p.parts++];
+        (void)kvpc_fill_listed(call, m, &slice, part);
+        const uint64_t unit = part->task.unit_bytes;
+        kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 1024 ? 4 : 5, kvpc_fetch_loads);
+        if (part->total >= (uint64_t)1 << 31)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes 2^31 pieces or more", call->function,
+                               m->names->row_bytes, (long long)m->row_bytes);
+    }
+    const uint32_t threads = entries <= kvpc_fetch_few_threads ? kvpc_fetch_few_threads : kvpc_fetch_threads;
+    p.count = (uint32_t)d->count, p.entries = (uint32_t)entries, p.fresh = (uint32_t)d->fresh_count;
+    p.each = p.entries <= threads ? 1 : (uint32_t)kvpc_fetch_each, p.span = threads * p.each;
+    p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows, p.logged = (uint32_t)p.layout.logged;
+    p.longest = p.logged - (uint32_t)d->set.entries;
+    p.by_top_k = kvpc_divisor_of(d->top_k).narrow, p.step_gap = (uint64_t)gap * kvpc_index_size(d->wanted_type);
+    p.by_page = kvpc_divisor_of(d->page_rows);
+    const uint64_t wanted = p.count + (p.parts ? (uint64_t)kvpc_fetch_copiers : 0);
+    const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors();
+    const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
+    p.draws = p.count + blocks;
+    return kvpc_start(call, kvpc_fetch_kernel, blocks, threads, p);
+}
+
+static kvprim_status kvpc_run_fetch_reset(const kvpc_call *call, const kvprim_fetch_set *set, int64_t state)
+{
+    kvpc_fetch_reset p;
+    p.layout = kvpi_fetch_layout_of(set), p.pdl = call->launch.pdl != 0;
+    p.memory = (uintptr_t)set->memory, p.words = state < 0 ? (uint64_t)p.layout.list / 4 : 0;
+    p.states = p.memory + (uint64_t)(p.layout.states + 4 * p.layout.each * (state < 0 ? 0 : state));
+    p.total = (uint64_t)(p.layout.each * (state < 0 ? set->states : 1));
+    const uint64_t wanted = (p.words + p.total) / (4 * kvpc_fetch_threads) + 1;
+    const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : 2 * (uint64_t)kvpc_multiprocessors();
+    return kvpc_start(call, kvpc_fetch_reset_kernel, (uint32_t)(wanted < most ? wanted : most), kvpc_fetch_threads, p);
+}
+#endif
+
 /* >>impl_calls ----------------------------------------------------------------------------------------------------- */
 
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
@@ -5426,6 +5953,35 @@ KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kv
     KVPRIM_RANGE("kvprim_cuda_copy");
     return kvpc_run_unpack("kvprim_cuda_copy", desc, kvprim_copy_check, launch);
 }
+
+#ifndef KVPRIM_NO_FETCH
+KVPRIM_API kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc, const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_fetch");
+    kvprim_fetch_desc d;
+    kvprim_move moves[2];
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_fetch_check(desc, &d, moves)));
+    if (d.count == 0)
+        return KVPRIM_OK;
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_fetch", launch));
+    for (int part = 0; part < 2; part++)
+        KVPRIM_TRY(kvpc_check_reach(call.function, &moves[part]));
+    KVPRIM_TRY(kvpc_check_memory(call.function, moves, 2));
+    return kvpc_run_fetch(&call, &d, moves);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_fetch_reset(const kvprim_fetch_set *set, int64_t state,
+                                                 const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_fetch_reset");
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_checked(kvprim_fetch_reset_check(set, state)));
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_fetch_reset", launch));
+    KVPRIM_TRY(kvpc_check_bytes(call.function, "set.memory", set->memory, (uint64_t)set->bytes));
+    return kvpc_run_fetch_reset(&call, set, state);
+}
+#endif
 
 #endif /* implementation */
 

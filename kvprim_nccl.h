@@ -168,8 +168,8 @@ typedef struct kvprim_comm_desc {
     int32_t init_timeout_ms; /* how long init waits for other ranks, all its waits together; 0: ten minutes */
     /* 1: own kernels let the kernel after them start early, if that is launched with programmatic dependent launch. The
        caller promises that each such kernel waits (griddepcontrol.wait, cudaGridDependencySynchronize) before it
-       touches memory, as kvprim's own do. NCCL's may not: see nccl_window. What starts early holds multiprocessors while
-       it waits, so ranks must not share a GPU. On sm_90 and newer, without no_pdl */
+       touches memory, as kvprim's own do. NCCL's may not: see nccl_window. What starts early holds multiprocessors
+       while it waits, so ranks must not share a GPU. On sm_90 and newer, without no_pdl */
     int32_t launch_dependents;
     /* an NCCL communicator of the caller's with these ranks, which kvprim_comm_destroy and _abort do not end, nor its
        collectives. It must live until destroy is called or abort has returned. NULL: init makes one */

@@ -90,6 +90,8 @@ callers_in_c()
     linked no_keys "$CC" "$build/main.o" "$build/caller_no_keys.o"
     cell 'no layouts' $c -DKVPRIM_NO_LAYOUTS -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_layouts.o"
     linked no_layouts "$CC" "$build/main.o" "$build/caller_no_layouts.o"
+    cell 'no fetch' $c -DKVPRIM_NO_FETCH -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_fetch.o"
+    linked no_fetch "$CC" "$build/main.o" "$build/caller_no_fetch.o"
 
     cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/build/main.c \
         -o "$build/main_three.o"

@@ -238,7 +238,7 @@ emulated()
         -I. -DKVPRIM_CORE_IMPLEMENTED tests/gpu/test_cuda_emulated.cpp $object
     group "test_cuda_emulated compiled, $cxx $checks"
     program "test_cuda_emulated $quick" $launcher "$build/test_cuda_emulated" $quick
-    for switch in no_convert no_unpack; do
+    for switch in no_convert no_unpack no_fetch; do
         cell "$switch, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/$switch.cpp -o "$build/$switch"
         group "$switch compiled, $CXX"
         program "$switch" "$build/$switch"
@@ -356,7 +356,7 @@ fuzzers()
     cc='clang -fsanitize=fuzzer'
     cell 'implementation for fuzzers' $cc -I. -std=c11 $address -c $units/implemented.c -o "$build/implementation.o"
     # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program fails whose inputs stay short or lead nowhere.
-    for fuzzer in prefix:80 moves:600 convert:600 slots:600 unpack:400 keys:600 trace:600; do
+    for fuzzer in prefix:80 moves:600 convert:600 slots:600 unpack:400 fetch:60 keys:600 trace:600; do
         name=${fuzzer%:*} by_name="$build/fuzz_${fuzzer%:*}"
         cell "compile fuzz_$name" $cc -I. -DKVPRIM_CORE_IMPLEMENTED "tests/fuzz/fuzz_$name.c" -std=c11 $address \
             "$build/implementation.o" -o "$by_name"

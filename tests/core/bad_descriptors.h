@@ -22,6 +22,7 @@ EXPECTS(slots);
 EXPECTS(unpack);
 EXPECTS(unpack_meta);
 EXPECTS(copy);
+EXPECTS(fetch);
 #define EXPECT(operation, d, status, words) expect_##operation(__LINE__, d, status, words)
 
 /* A change to `d`, which begins as a copy of `good`. */
@@ -788,6 +789,119 @@ static void bad_slots(void)
     bad_slots_places(&m);
 }
 
+static void bad_fetches(void)
+{
+    enum { n = 2, top_k = 4, fresh = 1, entries = 5, hot = 6, tokens = 20, bytes = 16 };
+    THREAD_MEMORY unsigned char memory[4096], k_hot[n * hot * bytes], v_hot[n * hot * bytes], want[4096];
+    THREAD_MEMORY unsigned char k[tokens * bytes], v[tokens * bytes];
+    THREAD_MEMORY int32_t state[n], wanted[n * top_k], fresh_tokens[n], rows[n * top_k], fresh_rows[n];
+    THREAD_MEMORY int32_t plan_src[n * entries], plan_dst[n * entries], pages[n * tokens];
+    THREAD_MEMORY uint32_t hits[3];
+    kvprim_format format;
+    kvprim_fetch_desc d, good;
+    memset(&good, 0, sizeof good), memset(&format, 0, sizeof format), format.dtype = KVPRIM_U8;
+    good.set.memory = memory, good.set.bytes = sizeof memory, good.set.states = n, good.set.hot_rows = hot;
+    good.set.tokens = tokens, good.set.entries = entries;
+    good.count = n, good.state = state, good.wanted = wanted, good.top_k = top_k, good.rows = rows;
+    good.state_type = good.wanted_type = good.pages_type = KVPRIM_I32;
+    good.fresh = fresh_tokens, good.fresh_count = fresh, good.fresh_rows = fresh_rows;
+    good.pages = pages, good.max_pages = tokens, good.page_rows = 1;
+    good.k_hot = table_of(k_hot, n * hot), good.v_hot = table_of(v_hot, n * hot);
+    good.k = table_of(k, tokens), good.v = table_of(v, tokens), good.k_bytes = good.v_bytes = bytes;
+    good.plan_src = plan_src, good.plan_dst = plan_dst;
+    good.hits = hits, good.misses = hits + 1, good.rejected = hits + 2;
+    fill(memory, sizeof memory);
+    memcpy(want, memory, sizeof memory);
+    EXPECT(fetch, NULL, KVPRIM_ERROR_NULL, "kvprim_fetch: desc is NULL");
+    BAD(fetch, count = -1, SIZE, "kvprim_fetch: count is -1, less than 0");
+    BAD(fetch, count = 3, SIZE, "kvprim_fetch: count is 3, less than 0 or more than 2");
+    BAD(fetch, set.memory = NULL, NULL, "kvprim_fetch: set.memory is NULL");
+    BAD(fetch, set.memory = plus(memory, 8), ARGUMENT, "kvprim_fetch: set.memory (");
+    BAD(fetch, set.bytes = 700, SIZE, "kvprim_fetch: set.bytes is 700, less than 7");
+    BAD(fetch, set.states = 0, SIZE, "kvprim_fetch: set.states is 0, less than 1 or more than ");
+    BAD(fetch, set.states = (int64_t)1 << 40, SIZE, "kvprim_fetch: set.states is 1099511627776, ");
+    BAD(fetch, set.states = 1 << 20;
+        d.set.hot_rows = 1 << 12, SIZE, "set.states is 1048576, less than 1 or more than ");
+    BAD(fetch, set.hot_rows = 0, SIZE, "set.hot_rows is 0, less than 1");
+    BAD(fetch, set.hot_rows = KVPRIM_MAX_HOT_ROWS + 1, SIZE, "hot_rows is 65537, ");
+    BAD(fetch, set.tokens = 0, SIZE, "tokens is 0, less than 1");
+    BAD(fetch, set.tokens = (int64_t)INT32_MAX + 1, SIZE, "tokens is 2147483648, ");
+    BAD(fetch, set.entries = 0, SIZE, "entries is 0, less than 1");
+    BAD(fetch, set.entries = KVPRIM_MAX_FETCH_ENTRIES + 1, SIZE, "entries is 32769, ");
+    BAD(fetch, set.reserved = 1, ARGUMENT, "kvprim_fetch: set.reserved is 1, less than 0 or more than 0");
+    BAD(fetch, state = NULL, NULL, "kvprim_fetch: state is NULL");
+    BAD(fetch, wanted = NULL, NULL, "kvprim_fetch: wanted is NULL");
+    BAD(fetch, rows = NULL, NULL, "kvprim_fetch: rows is NULL");
+    BAD(fetch, fresh = NULL, NULL, "kvprim_fetch: fresh is NULL");
+    BAD(fetch, fresh_rows = NULL, NULL, "kvprim_fetch: fresh_rows is NULL");
+    BAD(fetch, plan_src = NULL, NULL, "kvprim_fetch: plan_src is NULL");
+    BAD(fetch, plan_dst = NULL, NULL, "kvprim_fetch: plan_dst is NULL");
+    BAD(fetch, steps = -1, SIZE, "kvprim_fetch: steps is -1");
+    BAD(fetch, steps = 2, SIZE, "kvprim_fetch: top_k is 4, less than 1 or more than 2");
+    BAD(fetch, steps = INT32_MAX, SIZE, "kvprim_fetch: steps is 2147483647");
+    BAD(fetch, top_k = 0, SIZE, "kvprim_fetch: top_k is 0");
+    BAD(fetch, top_k = 5, SIZE, "kvprim_fetch: top_k is 5");
+    BAD(fetch, fresh_count = -1, SIZE, "kvprim_fetch: fresh_count is -1");
+    BAD(fetch, fresh_count = 6, SIZE, "kvprim_fetch: fresh_count is 6");
+    BAD(fetch, wanted_stride = 3, SIZE, "kvprim_fetch: wanted_stride is 3, less than 4");
+    BAD(fetch, wanted_stride = INT64_MAX, SIZE,
+        "kvprim_fetch: wanted_stride is 9223372036854775807, which makes wanted");
+    BAD(fetch, fresh_stride = -1, SIZE, "kvprim_fetch: fresh_stride is -1");
+    BAD(fetch, pages_stride = tokens - 1, SIZE, "kvprim_fetch: pages_stride is 19");
+    BAD(fetch, max_pages = 0, SIZE, "kvprim_fetch: max_pages is 0");
+    BAD(fetch, page_rows = 0, SIZE, "kvprim_fetch: page_rows is 0");
+    BAD(fetch, pages = NULL, SIZE, "kvprim_fetch: max_pages is 20, less than 0 or more than 0");
+    BAD(fetch, pages_by_state = 2, ARGUMENT, "kvprim_fetch: pages_by_state is 2");
+    BAD(fetch, state_type = (kvprim_index_type)0, ARGUMENT, "kvprim_fetch: state_type is 0");
+    BAD(fetch, wanted_type = (kvprim_index_type)3, ARGUMENT, "kvprim_fetch: wanted_type is 3");
+    BAD(fetch, pages_type = (kvprim_index_type)0, ARGUMENT, "kvprim_fetch: pages_type is 0");
+    BAD(fetch, reserved = 1, ARGUMENT, "kvprim_fetch: reserved is 1");
+    BAD(fetch, reserved_steps = 1, ARGUMENT, "kvprim_fetch: reserved_steps is 1");
+    BAD(fetch, host_rows = -1, SIZE, "kvprim_fetch: host_rows is -1");
+    BAD(fetch, host_rows = tokens + 1, SIZE, "kvprim_fetch: k.rows is 20, less than host_rows, 21");
+    BAD(fetch, v.rows = tokens - 1, SIZE, "kvprim_fetch: v.rows is 19, less than host_rows, 20");
+    BAD(fetch, k_hot.rows = n * hot - 1, SIZE,
+        "kvprim_fetch: k_hot.rows is 11, less than set.states * set.hot_rows, 12");
+    BAD(fetch, v_hot.rows = 0, SIZE, "kvprim_fetch: v_hot.rows is 0");
+    BAD(fetch, k_bytes = 0, SIZE, "kvprim_fetch: k_bytes is 0");
+    BAD(fetch, v_bytes = -1, SIZE, "kvprim_fetch: v_bytes is -1");
+    BAD(fetch, k_hot.stride = bytes - 1, SIZE, "kvprim_fetch: k_hot.stride is 15");
+    BAD(fetch, k.bytes = tokens * bytes - 1, SIZE, "kvprim_fetch: k.bytes is 319");
+    BAD(fetch, k.data = NULL, NULL, "kvprim_fetch: k.data is NULL");
+    BAD(fetch, k.format = &format, ARGUMENT, "kvprim_fetch: k.format is set");
+    BAD(fetch, v_hot.format = &format, ARGUMENT, "kvprim_fetch: v_hot.format is set");
+    BAD(fetch, k = table_of(NULL, 0); d.k_hot = d.k; d.k_bytes = 0; d.host_rows = 5, NULL, "but k_hot.data is NULL");
+    BAD(fetch, k_hot.data = k, OVERLAP, "kvprim_fetch: k_hot (");
+    BAD(fetch, v_hot.data = k_hot + bytes, OVERLAP, "v_hot (");
+    BAD(fetch, k_hot.data = plus(memory, -1), OVERLAP, "k_hot (");
+    BAD(fetch, wanted = memory + 64, OVERLAP, "kvprim_fetch: ");
+    BAD(fetch, state = rows, OVERLAP, "rows (");
+    BAD(fetch, rows = wanted, OVERLAP, "rows (");
+    BAD(fetch, fresh_rows = rows + 7, OVERLAP, "fresh_rows (");
+    BAD(fetch, plan_src = pages, OVERLAP, "plan_src (");
+    BAD(fetch, plan_dst = plan_src + 9, OVERLAP, "plan_dst (");
+    BAD(fetch, misses = hits, OVERLAP, "misses (");
+    BAD(fetch, rejected = counter_at(v, 16), OVERLAP, "rejected (");
+    BAD(fetch, hits = counter_at(hits, 2), ARGUMENT, "hits (");
+    BAD(fetch, wanted = plus(wanted, 2), ARGUMENT, "wanted (");
+    d = good;
+    CHECK(memcmp(memory, want, sizeof memory) == 0);
+    d.count = 0, d.set.states = -5, d.reserved = 1;
+    EXPECT(fetch, &d, KVPRIM_OK, "");
+    d = good; /* a plan alone */
+    d.k = d.v = d.k_hot = d.v_hot = table_of(NULL, 0), d.k_bytes = d.v_bytes = 0;
+    EXPECT(fetch, &d, KVPRIM_ERROR_SIZE, "kvprim_fetch: host_rows is 0");
+    d = good;
+    CHECK(kvprim_fetch_state_bytes(&d.set) > 0 && kvprim_fetch_state_bytes(NULL) == 0);
+    d.set.hot_rows = 0;
+    CHECK(kvprim_fetch_state_bytes(&d.set) == 0);
+    CHECK_ERROR(kvprim_fetch_reset(&d.set, 0), KVPRIM_ERROR_SIZE, "kvprim_fetch_reset: set.hot_rows is 0");
+    CHECK_ERROR(kvprim_fetch_reset(NULL, 0), KVPRIM_ERROR_NULL, "kvprim_fetch_reset: set is NULL");
+    CHECK_ERROR(kvprim_fetch_reset(&good.set, n), KVPRIM_ERROR_SIZE, "kvprim_fetch_reset: state is 2, ");
+    CHECK_ERROR(kvprim_fetch_reset(&good.set, -2), KVPRIM_ERROR_SIZE, "kvprim_fetch_reset: state is -2, ");
+    CHECK(memcmp(memory, want, sizeof memory) == 0);
+}
+
 /* For run(). */
 static const struct bad_list {
     const char *name;
@@ -800,7 +914,8 @@ static const struct bad_list {
                  {"slots", bad_slots},
                  {"unpack", bad_unpacks},
                  {"unpack_meta", bad_metas},
-                 {"copy", bad_copies}};
+                 {"copy", bad_copies},
+                 {"fetch", bad_fetches}};
 enum { n_bad_lists = sizeof bad_lists / sizeof *bad_lists };
 
 #undef BAD

@@ -4,12 +4,12 @@
 #ifndef SLOTS_ORACLE_H
 #define SLOTS_ORACLE_H
 
-static int64_t element_of(const void *array, kvprim_index_type type, int64_t i)
+static inline int64_t element_of(const void *array, kvprim_index_type type, int64_t i)
 {
     return type == KVPRIM_I64 ? ((const int64_t *)array)[i] : ((const int32_t *)array)[i];
 }
 
-static void set_element(void *array, kvprim_index_type type, int64_t i, int64_t value)
+static inline void set_element(void *array, kvprim_index_type type, int64_t i, int64_t value)
 {
     if (type == KVPRIM_I64)
         ((int64_t *)array)[i] = value;
@@ -17,13 +17,13 @@ static void set_element(void *array, kvprim_index_type type, int64_t i, int64_t 
         ((int32_t *)array)[i] = (int32_t)value;
 }
 
-static int64_t high_half(int64_t x)
+static inline int64_t high_half(int64_t x)
 {
     return x < 0 ? -1 - (-1 - x) / ((int64_t)1 << 32) : x / ((int64_t)1 << 32);
 }
 
 /* Sets *sum = a + b - c, and returns whether it is less than 2^63. If it is less than -2^63, *sum is negative. */
-static int sum_fits(int64_t a, int64_t b, int64_t c, int64_t *sum)
+static inline int sum_fits(int64_t a, int64_t b, int64_t c, int64_t *sum)
 {
     const int64_t low = (int64_t)(uint32_t)a + (int64_t)(uint32_t)b - (int64_t)(uint32_t)c;
     const int64_t high = high_half(a) + high_half(b) - high_half(c) + high_half(low);
@@ -33,7 +33,7 @@ static int sum_fits(int64_t a, int64_t b, int64_t c, int64_t *sum)
 }
 
 /* Returns token i's slot, or -1, and whether it counts as rejected. d is resolved. */
-static int64_t want_slot(const kvprim_slots_desc *d, int64_t i, int *counts_too)
+static inline int64_t want_slot(const kvprim_slots_desc *d, int64_t i, int *counts_too)
 {
     int64_t request = 0, position = 0, found = 0, most, slot;
     *counts_too = 0;

@@ -67,6 +67,8 @@ static void test_version_and_sizes(void)
                  SIZE_OF(kvprim_fragment),
                  SIZE_OF(kvprim_copy_desc),
                  SIZE_OF(kvprim_copy_item),
+                 SIZE_OF(kvprim_fetch_set),
+                 SIZE_OF(kvprim_fetch_desc),
                  SIZE_OF(kvprim_move),
                  SIZE_OF(kvprim_format),
                  SIZE_OF(kvprim_layout_sizes),
@@ -781,6 +783,7 @@ static void test_unpack_over_descriptor(void)
 
 #include "test_copies.h"
 #include "test_meta.h"
+#include "test_fetch.h"
 
 /* ---- bad descriptors ---- */
 
@@ -824,6 +827,7 @@ EXPECTED(slots, kvprim_slots_check(d, NULL), )
 EXPECTED(unpack, kvprim_unpack_check(d), )
 EXPECTED(unpack_meta, kvprim_unpack_meta_check(d), )
 EXPECTED(copy, kvprim_copy_check(d), )
+EXPECTED(fetch, kvprim_fetch_check(d, NULL, NULL), )
 
 static void run_bad_descriptors(void)
 {
@@ -1604,6 +1608,10 @@ int main(int argc, char **argv)
     run("unpack_meta: counts", test_meta_limits);
     run("unpack_meta: a source that overlaps its destination", test_meta_overlap);
     run("unpack_meta: no buffers", test_meta_without_buffers);
+    run("fetch", test_fetches);
+    run("fetch: the order of use", test_fetch_order);
+    run("fetch: a plan for several layers", test_fetch_plan);
+    run("fetch: sets that hold anything", test_fetch_garbage);
     run("copy, unpack", test_copies);
     run("copy: sizes x alignments", test_copies_aligned);
     run("copy: over its descriptor", test_copies_over_descriptor);

@@ -74,6 +74,26 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
     return before;
 }
 
+static inline int32_t atomicMax(int32_t *at, int32_t value)
+{
+    kvprim_emulate_access(reinterpret_cast<uintptr_t>(at), 4);
+    const int32_t before = *at;
+    *at = before > value ? before : value;
+    return before;
+}
+
+static inline uint32_t atomicExch(uint32_t *at, uint32_t value)
+{
+    kvprim_emulate_access(reinterpret_cast<uintptr_t>(at), 4);
+    const uint32_t before = *at;
+    *at = value;
+    return before;
+}
+
+static inline void __threadfence()
+{
+}
+
 [[maybe_unused]] static bool kvprim_emulate_pdl;        /* as if the device had programmatic dependent launch */
 static bool kvprim_emulate_last_only;                   /* run only the last block of a launch */
 static bool kvprim_emulate_last_first;                  /* run blocks, and the threads in them, from last to first */
@@ -94,6 +114,11 @@ template <class Params> static bool kvprim_emulate_meets(const Params &)
     return false;
 }
 static inline bool kvprim_emulate_meets(const kvpc_meta &)
+{
+    return true;
+}
+struct kvpc_fetch;
+static inline bool kvprim_emulate_meets(const kvpc_fetch &)
 {
     return true;
 }
@@ -250,6 +275,25 @@ static inline int32_t kvpc_load_i32(uint64_t address)
 {
     kvprim_emulate_access(address, 4);
     return *reinterpret_cast<const int32_t *>(uintptr_t(address));
+}
+
+static inline int32_t kvpc_load_new(uint64_t address)
+{
+    return kvpc_load_i32(address);
+}
+
+static inline uint64_t kvpc_add64(uint64_t address, uint64_t value)
+{
+    kvprim_emulate_access(address, 8);
+    const uint64_t before = *reinterpret_cast<uint64_t *>(uintptr_t(address));
+    *reinterpret_cast<uint64_t *>(uintptr_t(address)) = before + value;
+    return before;
+}
+
+static inline uint64_t kvpc_load_done(uint64_t address)
+{
+    kvprim_emulate_access(address, 8);
+    return *reinterpret_cast<const uint64_t *>(uintptr_t(address));
 }
 
 static inline int64_t kvpc_load_i64(uint64_t address)

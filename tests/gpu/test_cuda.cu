@@ -23,6 +23,7 @@ static bool quick;
 #include "test_choice.h"
 #include "test_refusals.h"
 #include "test_shared.h"
+#include "test_fetch.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
@@ -727,6 +728,49 @@ static void test_chains()
     for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--)
         for (int i = 0; i < 14; i++)
             one_chain(counts[i / 2], sizes[i / 2], &layouts[i % 2 * 8]);
+    main_launch.pdl = 0;
+}
+
+static unsigned char *fetch_memory(size_t bytes)
+{
+    void *p;
+    CUDA(cudaMallocManaged(&p, bytes));
+    return static_cast<unsigned char *>(p);
+}
+
+static void fetch_release(unsigned char *p)
+{
+    CUDA(cudaFree(p));
+}
+
+static void fetch_wait()
+{
+    CUDA(cudaDeviceSynchronize());
+}
+
+/* Everything that a fetch reads changes between replays, and so does the set. */
+static void test_fetch_graphs()
+{
+    static const fetch_sizes sizes[] = {{5, 60, 300, 30, 700}, {2, 3000, 9000, 2500, 1200}};
+    fetch_pair p(32 << 20);
+    for (int round = 0; round < 20; round++) {
+        main_launch.pdl = round % 2;
+        if (!fetch_place_pair(&p, &sizes[round / 2 % 2]))
+            continue;
+        begin_capture();
+        CHECK(kvprim_cuda_fetch(&p.d, &main_launch) == KVPRIM_OK);
+        const cudaGraphExec_t graph = end_capture(1);
+        for (int replay = 0; replay < 10; replay++) {
+            fetch_fill(&p.c, 0);
+            fetch_copy_inputs(&p);
+            CHECK(kvprim_fetch(&p.c.d) == KVPRIM_OK);
+            CUDA(cudaGraphLaunch(graph, main_launch.stream));
+            fetch_wait();
+            if (!fetch_compare_pair(&p, "replay"))
+                break;
+        }
+        CUDA(cudaGraphExecDestroy(graph));
+    }
     main_launch.pdl = 0;
 }
 

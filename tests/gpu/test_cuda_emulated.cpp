@@ -24,6 +24,7 @@ static bool quick;
 #include "test_choice.h"
 #include "test_refusals.h"
 #include "test_shared.h"
+#include "test_fetch.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -1668,6 +1669,22 @@ static void test_meta_reach()
     kvprim_emulate_pageable = &meta;
     CHECK_ERROR(kvprim_cuda_unpack_meta(&d, nullptr), KVPRIM_ERROR_ARGUMENT, "is ordinary host memory");
     kvprim_emulate_pageable = nullptr;
+}
+
+/* ---- fetch ---- */
+
+static unsigned char *fetch_memory(size_t bytes)
+{
+    return allocate_aligned(bytes);
+}
+
+static void fetch_release(unsigned char *p)
+{
+    free(p);
+}
+
+static void fetch_wait()
+{
 }
 
 /* ---- moves that convert ---- */

@@ -32,6 +32,7 @@ EXPECTED(slots)
 EXPECTED(unpack)
 EXPECTED(unpack_meta)
 EXPECTED(copy)
+EXPECTED(fetch)
 
 static void bad_descriptors()
 {

@@ -248,6 +248,7 @@ FUNCTIONS(slots, );
 FUNCTIONS(unpack, );
 FUNCTIONS(unpack_meta, );
 FUNCTIONS(copy, );
+FUNCTIONS(fetch, );
 
 /* ---- rows, as the contract states them ---- */
 

@@ -153,7 +153,7 @@ OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
 LOADS_AT_ONCE = 28
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
 WAITS = r'kvpc_gather_kernelI|kvpc_store_kernelI\w*Lb1E|kvpn_((parts|norm|few)_)?kernelI'
-MAY_WAIT = r'kvpc_(bytes|convert\w*|lines|move\w*|meta|slots|unpack|unpack_one)_kernel'
+MAY_WAIT = r'kvpc_(bytes|convert\w*|fetch|fetch_reset|lines|move\w*|meta|slots|unpack|unpack_one)_kernel'
 NEVER_WAITS = r'kvpc_store_kernelI\w*Lb0E'
 LEAST_WAITING = 40  # kernels of kvprim_cuda.cuh of these kinds, whatever a switch leaves out
 GLOBAL = r'(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|CCTL)(\.|$)'
