@@ -932,10 +932,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_layout_find(const char *name, con
    each side: [layer][K, V][row][head][bytes], whatever the caches are. So each rank plans alone, the area (or a layer)
    is one run, where a cache has one for each piece, and transfers pack and unpack it. */
 typedef struct kvprim_pack_desc {
-    const kvprim_layout *cache;  /* of this rank, without a format */
-    int32_t head, heads;         /* of this cache; heads 0: all from `head` on. Of the two ranks the same heads */
-    const void *slot;            /* row i of the area is row slot[i] of the cache: see >>slots. Rows out of range */
-    kvprim_index_type slot_type; /* ... are skipped, here and there */
+    const kvprim_layout *cache; /* of this rank, without a format */
+    int32_t head, heads;        /* of this cache; heads 0: all from `head` on. Of the two ranks the same heads */
+    const void *slot;           /* row i of the area is row slot[i] of the cache (NULL: row i). Rows out of range are */
+    kvprim_index_type slot_type; /* ... skipped: the area keeps what it held, so the other rank must skip them, too */
     int64_t count;
     void *staging; /* NULL: only `bytes` is of use */
     int64_t staging_bytes;
@@ -943,17 +943,20 @@ typedef struct kvprim_pack_desc {
 
 typedef struct kvprim_pack {
     kvprim_transfer_desc pack[2], unpack[2]; /* cache to area, area to cache: K, V. count is 0 if there is no V */
+    int64_t head_offset[2];                  /* of K and V, in the cache's tables; an array of pointers to layers that
+                                                replaces their `data` must have it added to each */
     int64_t bytes;                           /* of the area */
 } kvprim_pack;
 
 /* Errors: NULL (desc, plan, cache), SIZE (count, heads, staging_bytes), ARGUMENT (a format). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan);
 
-/* Lists what n moves copy, for NIXL, Mooncake, UCX, cudaMemcpyBatchAsync or kvprim_copy, row by row. Rows that follow
-   each other on both sides, their heads and layers, and then items, become one item as far as there are no gaps. src
-   NULL: zeros, of a gather. Indices and layers must be host memory; *rejected is left alone. Writes at most `max` items
-   and returns how many there are, or -1. Errors: NULL (moves, items), UNSUPPORTED (rows that convert, device layers,
-   heads of other sizes on both sides where neither divides the other). */
+/* Lists what n moves copy, for NIXL, Mooncake, UCX, cudaMemcpyBatchAsync or kvprim_copy: row by row, each head by
+   head, each of all layers. Rows that follow each other on both sides, their heads and layers, and then items, become
+   one item as far as there are no gaps. src NULL: zeros, of a gather. Indices and layers must be host memory; *rejected
+   is left alone. Writes at most `max` items and returns how many there are, or -1 on an error: what the items then hold
+   is unspecified. Errors: NULL (moves, items), UNSUPPORTED (rows that convert, device layers, heads of other sizes on
+   both sides where neither divides the other). */
 KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_item *items, int64_t max);
 #endif
 
@@ -1529,7 +1532,7 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
     KVPRIM_SIZE(kvprim_layout_sizes, 56)
     KVPRIM_SIZE(kvprim_layout, 336)
     KVPRIM_SIZE(kvprim_pack_desc, 56)
-    KVPRIM_SIZE(kvprim_pack, 1256)
+    KVPRIM_SIZE(kvprim_pack, 1272)
 #endif
     KVPRIM_SIZE(kvprim_cuda_launch, 24)
 #undef KVPRIM_SIZE
@@ -4089,14 +4092,15 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
         if (*at == '2') {
             o->v_offset = (int64_t)size[0];
             size[0] = size[1] = kvpi_add(size[0], size[1]);
-            continue;
+            continue; /* from here on both parts have the same strides */
         }
         if (*at == 'B' && z->page_stride) {
             if ((uint64_t)z->page_stride < most)
                 return kvprim_fail(KVPRIM_ERROR_SIZE,
                                    "kvprim_layout_find: page_stride is %lld, less than a page's bytes, %llu",
                                    (long long)z->page_stride, (unsigned long long)most);
-            size[0] = size[1] = (uint64_t)z->page_stride;
+            size[0] = (uint64_t)z->page_stride;
+            size[1] = size[1] ? size[0] : 0; /* 0: there is no V, and no 2 inside the page */
         }
         const size_t dimension = (size_t)(strchr("HNBL", *at) - "HNBL");
         for (int part = 0; part < 2; part++) {
@@ -4106,7 +4110,9 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
     }
     o->bytes = (int64_t)size[0];
     if (size[0] >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: rows is %lld, too large", (long long)z->rows);
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "kvprim_layout_find: rows is %lld, page_rows %lld and layers %d, too large together",
+                           (long long)z->rows, (long long)z->page_rows, (int)z->layers);
     return KVPRIM_OK;
 }
 
@@ -4207,7 +4213,8 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
         t->dst = u->src = part ? area.v_cache : area.k_cache;
         t->dst_layer_stride = u->src_layer_stride = area.k_layer_stride;
         t->src = part ? c->v_cache : c->k_cache, t->src.heads = sizes.heads;
-        t->src.data = t->src.data ? (char *)t->src.data + desc->head * t->src.head_stride : NULL;
+        plan->head_offset[part] = t->row_bytes ? desc->head * t->src.head_stride : 0;
+        t->src.data = t->src.data ? (char *)t->src.data + plan->head_offset[part] : NULL;
         u->dst = t->src;
         t->src_layer_stride = u->dst_layer_stride = part ? c->v_layer_stride : c->k_layer_stride;
         t->src_index = u->dst_index = desc->slot, t->src_index_type = u->dst_index_type = desc->slot_type;

@@ -398,13 +398,11 @@ static __device__ inline void kvprim_warp_zero(void *to, size_t bytes)
 
 /* Measured on an H200; the functions that use them say why. */
 enum {
-    kvpc_threads = 128,          /* per block, of moves on the whole GPU */
-    kvpc_most_threads = 256,     /* at most, of plain rows */
-    kvpc_grid_rows = 1024,       /* blocks of gridDim.y if gridDim.z > 1; CUDA takes 65,535 of each */
-    kvpc_few_sms_threads = 1024, /* at most, of moves on few multiprocessors */
-    kvpc_link_sms = 8,           /* these three: see kvpc_on_link */
-    kvpc_link_few_sms = 4,
-    kvpc_link_threads = 256,
+    kvpc_threads = 128,             /* per block, of moves on the whole GPU */
+    kvpc_most_threads = 256,        /* at most, of plain rows */
+    kvpc_grid_rows = 1024,          /* blocks of gridDim.y if gridDim.z > 1; CUDA takes 65,535 of each */
+    kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
+    kvpc_link_sms = 8,              /* of what begins or ends inside 16 bytes; for the rest see kvpc_on_link */
     kvpc_unaligned_threads = 512,   /* at most, of moves of any alignment */
     kvpc_unpack_threads = 256,      /* of unpack */
     kvpc_unpack_most_threads = 512, /* ... with max_sms */
@@ -1328,7 +1326,7 @@ enum { kvpc_line_words = 8, kvpc_share_loads = 4, kvpc_share_words = 32 * kvpc_s
 static_assert(sizeof(kvpc_lines) <= kvpc_params_bytes, "no room");
 
 /* Each warp moves a share of a run: whole, aligned lines of 128 bytes, of which the first and the last may be less.
-   PCIe's packets are then as long as they can be: rows of 656 bytes move 52 GB/s on two multiprocessors of an H200, and
+   PCIe's packets are then as long as they can be: rows of 656 bytes move 52 GB/s on 8 multiprocessors of an H200, and
    30 if each row is stored by itself, on however many. */
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_lines_kernel(const KVPRIM_GRID_CONSTANT kvpc_lines KVPRIM_IN_PLACE p)
@@ -3392,18 +3390,20 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(con
    with 5 multiprocessors 4 KB rows move 79 GB/s in sum in both directions at once, with 6 of them 69 (H200). */
 static kvpc_call kvpc_on_link(const kvpc_call *call, uint64_t unit, bool aligned, uint32_t *most_threads)
 {
-    const bool whole_pages = unit >= 16384;
+    static const struct {
+        uint64_t below; /* bytes of a unit */
+        int32_t to_host, to_gpu;
+        uint32_t to_host_threads, to_gpu_threads;
+    } fill[] = {{2048, 8, 8, 128, 256}, {16384, 5, 8, 128, 256}, {UINT64_MAX, 4, 4, 128, 512}};
     kvpc_call start = *call;
+    uint32_t k = 0;
     *most_threads = kvpc_few_sms_threads;
     if (!call->chosen || !aligned || unit <= 16)
         return start;
-    if (call->to_host) {
-        *most_threads = kvpc_link_threads / 2;
-        start.launch.max_sms = whole_pages ? kvpc_link_few_sms : unit >= 2048 ? kvpc_link_few_sms + 1 : kvpc_link_sms;
-    } else {
-        *most_threads = whole_pages ? kvpc_link_threads * 2 : kvpc_link_threads;
-        start.launch.max_sms = whole_pages ? kvpc_link_few_sms : kvpc_link_sms;
-    }
+    while (unit >= fill[k].below)
+        k++;
+    start.launch.max_sms = call->to_host ? fill[k].to_host : fill[k].to_gpu;
+    *most_threads = call->to_host ? fill[k].to_host_threads : fill[k].to_gpu_threads;
     return start;
 }
 
@@ -4897,9 +4897,9 @@ static bool kvpc_is_one(const kvpc_unpack_job *job)
 }
 
 /* Lets CUDA copy up to 3 fragments between pinned host memory and a GPU, and returns whether it does: from the call to
-   the end of its work each takes 1 to 4 us less than a kernel, up to 1 MB. Of three only to the host. As in
-   kvpc_copy_layers, what follows in a stream or graph begins 1 to 2 us later, so graphs and dependent launches keep the
-   kernel. If CUDA refuses one, a kernel copies all. */
+   the end of its work each takes 1 to 4 us less than a kernel, and of 4 MB 0.9 of its time. Of three only to the host.
+   As in kvpc_copy_layers, what follows in a stream or graph begins 1 to 2 us later, so graphs and dependent launches
+   keep the kernel. If CUDA refuses one, a kernel copies all. */
 static bool kvpc_copy_few(const kvpc_call *call, const kvpc_unpack_job *job)
 {
     const kvpc_list *const l = &job->list;

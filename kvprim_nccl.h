@@ -382,21 +382,23 @@ typedef struct kvprim_norm_desc {
     int64_t out_stride;
     void *quantised; /* q: tokens x hidden of KVPRIM_F8E4M3, aligned to 8 bytes */
     int64_t quantised_stride;
-    float *scale;            /* with quantised: one element, read; or one of each token, written; aligned to 4 bytes */
+    float *scale;            /* with quantised: one element, read; or one of each token or group, written; aligned to
+                                4 bytes */
     int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, scale_min); NaN does not
                                 count, infinity counts as the largest finite fp32 */
     float scale_min;         /* with scale_per_token or scale_group: 2^-126 to 2^127; 0: 2^-126 */
     int32_t weight_plus_one; /* 1: multiplies by weight + 1, rounded to fp32, not to dtype (Gemma) */
-    /* 128: a scale of each group of 128 elements, as scale_per_token makes one; hidden is a multiple of 128. Group g of
-       token t has scale[t * scale_stride + g * scale_group_stride], both in elements; 0: rows of groups, one after
-       another. So scale_stride 1 and scale_group_stride = tokens, or more, lay out columns, as DeepGEMM reads */
-    int32_t scale_group;
+    int32_t scale_group;     /* 128: a scale of each group of 128 elements, as scale_per_token makes one. hidden is a
+                                multiple of 128. 0: none */
+    /* Group g of token t has scale[t * scale_stride + g * scale_group_stride], both in elements. 0: a token's groups
+       are 1 apart, and tokens follow each other. So scale_stride 1 and scale_group_stride = tokens, or more, lay out
+       columns, as DeepGEMM reads them */
     int64_t scale_stride, scale_group_stride;
     int32_t scale_power_of_two; /* with scale_group, 1: scales are rounded up to powers of two */
-    kvprim_dtype scale_dtype; /* of groups: 0 or KVPRIM_F32, or KVPRIM_F8E8M0: the exponents of such powers, of 4 groups
-                                   in a word of 32 bits, the first in the lowest byte; the strides then count words,
-                                   from 4 groups to the next */
-    int64_t reserved;         /* must be 0 */
+    kvprim_dtype scale_dtype;   /* of groups: 0 or KVPRIM_F32; or KVPRIM_F8E8M0: exponents of such powers, 4 groups in a
+                                   word of 32 bits, the first in the lowest byte. The strides then count words, from 4
+                                   groups to the next. Bytes past the last group stay as they are */
+    int64_t reserved;           /* must be 0 */
 } kvprim_norm_desc;
 
 /* A collective. Outputs must not overlap each other, the weight or the inputs, except as said above, and then with the
@@ -5169,14 +5171,14 @@ static int64_t kvpn_norm_words(const kvprim_norm_desc *d)
     return d->scale_dtype == KVPRIM_F8E8M0 ? (groups + 3) / 4 : groups;
 }
 
-static int64_t kvpn_norm_scale_stride(const kvprim_norm_desc *d)
-{
-    return d->scale_stride ? d->scale_stride : kvpn_norm_words(d);
-}
-
 static int64_t kvpn_norm_group_stride(const kvprim_norm_desc *d)
 {
     return d->scale_group_stride ? d->scale_group_stride : 1;
+}
+
+static int64_t kvpn_norm_scale_stride(const kvprim_norm_desc *d)
+{
+    return d->scale_stride ? d->scale_stride : kvpn_norm_words(d) * kvpn_norm_group_stride(d);
 }
 
 /* Words from the first scale to the last. */
@@ -5233,18 +5235,37 @@ static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_des
 }
 
 /* Scales of groups lie in rows of tokens, or in columns. */
-static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
+static kvprim_status kvpn_check_norm_places(const char *f, const kvprim_norm_desc *d)
 {
     const int64_t most = (int64_t)1 << 46; /* so that sums of products with tokens and groups stay below 2^63 */
-    const int64_t stride = d->scale_stride, step = d->scale_group_stride;
-    if (d->scale_group != 0 && (d->scale_group != kvpn_norm_group || d->scale_per_token))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: desc->scale_group is %d with scale_per_token %d, must be 0 or 128", f,
-                           (int)d->scale_group, (int)d->scale_per_token);
-    if (!d->scale_group && (stride || step || d->scale_power_of_two || d->scale_dtype))
+    const int64_t words = kvpn_norm_words(d), tokens = d->tokens > 0 ? d->tokens : 1, step = d->scale_group_stride;
+    const bool fits =
+        step >= 0 && step <= most / words && d->scale_stride >= 0 && kvpn_norm_scale_stride(d) <= most / tokens;
+    if (!fits)
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: desc->scale_stride is %lld and scale_group_stride %lld, less than 0 or too large for "
+                           "%lld tokens",
+                           f, (long long)d->scale_stride, (long long)step, (long long)d->tokens);
+    const int64_t s = kvpn_norm_scale_stride(d), g = kvpn_norm_group_stride(d);
+    if (tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (tokens - 1) * s)
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: scales of %lld tokens, %lld words each, lie in each other: scale_stride is %lld and "
+                           "scale_group_stride %lld",
+                           f, (long long)tokens, (long long)words, (long long)s, (long long)g);
+    return KVPRIM_OK;
+}
+
+static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
+{
+    if (d->scale_group != 0 && d->scale_group != kvpn_norm_group)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_group is %d, must be 0 or 128", f,
+                           (int)d->scale_group);
+    if (d->scale_group && d->scale_per_token)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_group and scale_per_token are both set", f);
+    if (!d->scale_group && (d->scale_stride || d->scale_group_stride || d->scale_power_of_two || d->scale_dtype))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->scale_group is 0", f,
-                           stride                  ? "scale_stride"
-                           : step                  ? "scale_group_stride"
+                           d->scale_stride         ? "scale_stride"
+                           : d->scale_group_stride ? "scale_group_stride"
                            : d->scale_power_of_two ? "scale_power_of_two"
                                                    : "scale_dtype");
     if (!d->scale_group)
@@ -5255,15 +5276,7 @@ static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_des
     if (d->hidden % d->scale_group)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d", f,
                            (long long)d->hidden, (int)d->scale_group);
-    const int64_t words = kvpn_norm_words(d), s = kvpn_norm_scale_stride(d), g = kvpn_norm_group_stride(d);
-    if (stride < 0 || step < 0 || stride > most / (d->tokens + 1) || step > most / words ||
-        (d->tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (d->tokens - 1) * s))
-        return kvprim_fail(
-            KVPRIM_ERROR_SIZE,
-            "%s: desc->scale_stride is %lld and scale_group_stride %lld, with which scales of %lld tokens "
-            "and %lld words each lie in each other",
-            f, (long long)stride, (long long)step, (long long)d->tokens, (long long)words);
-    return KVPRIM_OK;
+    return kvpn_check_norm_places(f, d);
 }
 
 /* Which tensors there must be, if there are tokens. */

@@ -979,6 +979,14 @@ static inline void test_named_errors(void)
     BAD(page_stride, 383, "page_stride is 383, less than a page's bytes, 384");
     bad = z, bad.k_bytes = 12, bad.page_stride = 191;
     bad_layout("2LBNHC", bad, KVPRIM_ERROR_SIZE, "page_stride is 191, less than a page's bytes, 192"); /* V's */
+    bad = z, bad.v_bytes = 0, bad.page_stride = 1024; /* without V its place takes none */
+    for (int k = 0; k < 3; k++) {
+        static const char *const orders[] = {"LBNHC", "L2BNHC", "2LBNHC"};
+        kvprim_layout got;
+        CHECK(kvprim_layout_find(orders[k], &bad, &got) == KVPRIM_OK);
+        CHECK(got.bytes == bad.layers * 1024 * ((bad.rows - 1) / bad.page_rows + 1) && got.v_bytes == 0);
+        CHECK(got.k_layer_stride == got.bytes / bad.layers && got.k_cache.page_stride == 1024);
+    }
     BAD(rows, INT64_MAX / 8, "too large");
     BAD(k_bytes, INT64_MAX / 4 * 4, "too large");
 #undef BAD
@@ -1239,6 +1247,26 @@ static inline kvprim_pack pack_planned(const pack_side *s, int rank, int first, 
     return plan;
 }
 
+/* The same with an array of pointers to K's layers gives what is in `area`. */
+static inline void pack_by_pointers(const kvprim_layout *cache, const kvprim_pack *plan, const char *area)
+{
+    static char again[PACK_AREA];
+    kvprim_transfer_desc t = plan->pack[0];
+    void *layers[PACK_LAYERS];
+    for (int l = 0; l < PACK_LAYERS; l++)
+        layers[l] = (char *)cache->k_cache.data + l * cache->k_layer_stride + plan->head_offset[0];
+    for (int64_t i = 0; i < plan->bytes; i++)
+        again[i] = (char)~area[i];
+    t.dst.data = again, t.src_layers = layers, t.src_layer_stride = 0;
+    CHECK(kvprim_transfer(&t) == KVPRIM_OK);
+    t = plan->pack[1];
+    if (t.count > 0) {
+        t.dst.data = again + ((char *)t.dst.data - (char *)plan->pack[0].dst.data);
+        CHECK(kvprim_transfer(&t) == KVPRIM_OK);
+    }
+    CHECK(memcmp(again, area, (size_t)plan->bytes) == 0);
+}
+
 static inline void test_packs(void)
 {
     static char memory[2][4 * PACK_AREA], area[2][PACK_AREA];
@@ -1271,6 +1299,7 @@ static inline void test_packs(void)
                     CHECK(kvprim_transfer(&out.pack[x]) == KVPRIM_OK);
                 }
                 memcpy(area[1], area[0], (size_t)out.bytes), areas++;
+                pack_by_pointers(&from.cache[s], &out, area[1]);
                 CHECK(area[0][out.bytes] == 0x66 && out.pack[1].count == (mla ? 0 : PACK_ROWS));
                 CHECK(kvprim_transfer(&in.unpack[0]) == KVPRIM_OK && kvprim_transfer(&in.unpack[1]) == KVPRIM_OK);
             }

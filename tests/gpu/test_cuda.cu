@@ -1115,7 +1115,7 @@ static cudaGraphNodeType captured_as(memory_kind dst, memory_kind src, int64_t c
     return type;
 }
 
-/* Transfers over the link to the host take two multiprocessors, or the copy engine; others the whole GPU. */
+/* Transfers over the link to the host take few multiprocessors, or the copy engine; others the whole GPU. */
 static void test_link()
 {
     for (const memory_kind dst : {DEVICE, PINNED, MANAGED})

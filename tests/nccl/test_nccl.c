@@ -432,12 +432,21 @@ static void test_norm_groups(void)
         if (cases[k].fits)
             CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
         else
-            norm_refuses(&d, KVPRIM_ERROR_SIZE, "lie in each other");
+            norm_refuses(&d, KVPRIM_ERROR_SIZE,
+                         d.scale_stride < 0 || d.scale_group_stride < 0 || d.scale_stride > 1 << 20 ||
+                                 d.scale_group_stride > 1 << 20
+                             ? "less than 0 or too large"
+                             : "lie in each other");
     }
-    d.scale_stride = d.scale_group_stride = 0, d.scale_dtype = KVPRIM_F16;
+    d.scale_stride = d.scale_group_stride = 0, d.scale_dtype = KVPRIM_F32;
+    d.tokens = INT64_MAX;
+    norm_refuses(&d, KVPRIM_ERROR_SIZE, "too large for 9223372036854775807 tokens");
+    d.tokens = 4, d.scale_group_stride = 2; /* the tokens' stride follows */
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d.scale_group_stride = 0, d.scale_dtype = KVPRIM_F16;
     norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_dtype is ");
     d.scale_dtype = KVPRIM_F32, d.scale_per_token = 1;
-    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_group is 128 with scale_per_token 1");
+    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_group and scale_per_token are both set");
     d.scale_per_token = 0, d.scale = (float *)d.out - 64; /* 64 scales, up to out */
     CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
     d.scale++;

@@ -37,8 +37,8 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # that makes it lighter lowers them; one that needs more raises them, and its commit says what pays for that. Seconds
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
-BUDGETS = {'kvprim.h': Budget(6281, 0, 0), 'kvprim_cuda.cuh': Budget(5988, 99, 691),
-           'kvprim_nccl.h': Budget(5838, 80, 1272)}
+BUDGETS = {'kvprim.h': Budget(6288, 0, 0), 'kvprim_cuda.cuh': Budget(5988, 99, 691),
+           'kvprim_nccl.h': Budget(5851, 80, 1272)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
