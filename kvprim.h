@@ -285,9 +285,10 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
-   and elements of 4 bits it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
-   need IEEE 754's fp32: an implementing unit compiled without -ffast-math and its parts (most are an #error; clang
-   hides -freciprocal-math and -funsafe-math-optimizations), a thread that rounds to nearest and flushes no denormals.
+   and elements of 4 bits it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals
+   count. The CPU's bits need IEEE 754's fp32: an implementing unit compiled without -ffast-math and its parts (most are
+   an #error; clang hides -freciprocal-math and -funsafe-math-optimizations), a thread that rounds to nearest and
+   flushes no denormals.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8, F4E2M1, INT4) has them:
 
@@ -351,9 +352,9 @@ typedef struct kvprim_format {
     uint32_t *nans;             /* optional: NaNs that became 0, in INT8 and 4 bits. Moves here add, as to `rejected`;
                                    other types leave it alone */
     int64_t scales_bytes;       /* of the memory at `scales`, for all layers; 0: unknown. Scales past it are an error */
-    const float *tensor_scale; /* optional, SCALE_TILE of elements of 4 bits: all scales of all layers are multiplied by
-                                   it. The executing side reads it when the move runs */
-    int64_t reserved;          /* 0 */
+    const float *tensor_scale;  /* optional, SCALE_TILE of elements of 4 bits: multiplies all scales of all layers. Read
+                                   by the executing side when the move runs */
+    int64_t reserved;           /* 0 */
 } kvprim_format;
 
 enum { KVPRIM_SCALES_SHARED = -1 }; /* a scale_layer_stride: all layers have the same scales */
@@ -371,22 +372,23 @@ enum { KVPRIM_HEADS_SHARED = -1 };  /* a head_stride, see there */
    a piece has row_bytes / H bytes; the other defaults are right if nothing is padded.
 
    Index rule, the same on every indexed side: row = index - base. If 0 <= row < rows, the row moves. Otherwise nothing
-   touches the table: gather writes a row of zeros (unless keep_padding is set), store and transfer skip the row. A negative row is padding; a row >=
-   `rows` adds one to *rejected, if there is such a counter. So -1 as padding (base 0), a reserved slot 0 (data at slot
-   1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked mode. */
+   touches the table: gather writes a row of zeros, unless keep_padding is set; store and transfer skip the row. A
+   negative row is padding; a row >= `rows` adds one to *rejected, if there is such a counter. So -1 as padding (base
+   0), a reserved slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There
+   is no unchecked mode. */
 typedef struct kvprim_table {
-    void *data;             /* byte 0 of row 0; may be NULL if rows is 0 */
-    int64_t rows;           /* the bound of every index. A side without an index has at least `count` rows. 0 with
+    void *data;                  /* byte 0 of row 0; may be NULL if rows is 0 */
+    int64_t rows;                /* the bound of every index. A side without an index has at least `count` rows. 0 with
                                     data set is an error */
-    int64_t stride;         /* row to row; 0: packed, that is a row's bytes, or one piece where head_stride is more
+    int64_t stride;              /* row to row; 0: packed, that is a row's bytes, or one piece where head_stride is more
                                     than that */
-    int64_t page_rows;      /* rows per page; 0: no pages */
-    int64_t page_stride;    /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
-    int32_t heads;          /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
-    int32_t reserved_heads; /* reserved fields are 0, here and below */
-    int64_t head_stride;    /* piece to piece; required if heads > 1. KVPRIM_HEADS_SHARED: all heads of a source are
-                                    one piece, as of an MLA's k_pe, which is read for each of them */
-    int64_t bytes;          /* of the memory at data, with all layers that start there and scales that lie in it;
+    int64_t page_rows;           /* rows per page; 0: no pages */
+    int64_t page_stride;         /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
+    int32_t heads;               /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
+    int32_t reserved_heads;      /* reserved fields are 0, here and below */
+    int64_t head_stride;         /* piece to piece; required if heads > 1. KVPRIM_HEADS_SHARED: every head of a source
+                                    is the same piece, as an MLA's k_pe is for all heads */
+    int64_t bytes;               /* of the memory at data, with all layers that start there and scales that lie in it;
                                     0: unknown. A table that reaches past it is an error */
     const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, free to
                                     reuse when the call returns */
@@ -790,8 +792,9 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
 
    A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
    indices again. Between runs the caller may lower count, and may point table.data (or layers or device_layers, if it
-   is set), index, rejected, format.scales, nans and tensor_scale at other memory of the same kind, layout and alignment. All
-   other fields are read-only, and rejected of a store's V move, which does not count. A graph keeps its pointers. */
+   is set), index, rejected, format.scales, nans and tensor_scale at other memory of the same kind, layout and
+   alignment. All other fields are read-only, and rejected of a store's V move, which does not count. A graph keeps its
+   pointers. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {

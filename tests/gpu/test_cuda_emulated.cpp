@@ -710,7 +710,7 @@ static const int64_t few_converted = kvpc_converted_rows::room - kvpc_first_word
 
 static const auto narrow_rows = kernel_of(kvpc_move_kernel<true, kvpc_batch<1>>);
 static const auto many_rows = kernel_of(kvpc_move_any_kernel<uint64_t, kvpc_listed<kvpc_few_params>>);
-static const auto wide_numbers = kernel_of(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads>);
+static const auto wide_numbers = kernel_of(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, false>);
 
 static const limit_case limit_cases[] = {
     {"2^31 - 1 rows", "B", narrow_rows, [](limit_call &c) { c.d.src.rows = two_31 - 1; }},
@@ -1705,9 +1705,10 @@ static void test_long_converts()
 /* The tests before this one launch every kernel of moves that convert but are no plain rows. */
 static void test_convert_kernels()
 {
-    CHECK(ran(kvpc_convert_kernel<uint32_t, kvpc_convert_threads>));
+    CHECK(ran(kvpc_convert_kernel<uint32_t, kvpc_convert_threads, false>));
+    CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, true>));
 #if !defined(_WIN32)
-    CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads>));
+    CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, false>));
 #endif
 }
 
