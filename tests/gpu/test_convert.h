@@ -302,7 +302,8 @@ static void make_convert(arena *a, const convert_case *c, convert_call *call)
     const int64_t row_bytes = call->src.row_bytes;
     if (c->form == CONVERT_GATHER) {
         call->gather = gather_of(call->dst.table, call->src.table, row_bytes, from, type, base, c->count, rejected);
-        call->gather.index_stride = stride;
+        call->gather.index_stride = stride, call->gather.keep_padding = c->n % 5 == 4;
+        share_heads(&call->gather.src);
     } else if (c->form == CONVERT_STORE) {
         call->store = store_of(call->dst.table, call->src.table, row_bytes, to, type, c->count, rejected);
         call->store.slot_base = base, call->store.slot_stride = stride;

@@ -1707,6 +1707,10 @@ static void test_convert_kernels()
 {
     CHECK(ran(kvpc_convert_kernel<uint32_t, kvpc_convert_threads, false>));
     CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, true>));
+    CHECK(ran(kvpc_convert_tiles_kernel<KVPRIM_BF16, kvpc_4_bits, 2>));
+    CHECK(ran(kvpc_convert_tiles_kernel<KVPRIM_F16, kvpc_4_bits, 2>));
+    CHECK(ran(kvpc_convert_gather_kernel<KVPRIM_BF16, kvpc_4_bits, 2>));
+    CHECK(ran(kvpc_convert_gather_kernel<KVPRIM_F16, kvpc_4_bits, 2>));
 #if !defined(_WIN32)
     CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, false>));
 #endif
