@@ -425,8 +425,10 @@ typedef struct kvprim_preset {
                         scales, of 64 elements each, and a byte that is not touched
        "fp8_indexer"    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
        "fp8_indexer_ue8m0"  the same with scales that are powers of two
+       "nvfp4_ds_mla"   DeepSeek V3.2 in vLLM, July 2026: rows of 432 bytes: 512 F4E2M1, an F8E4M3 scale for each 16 of
+                        them, 16 bytes that are not touched, 64 bf16; stored = x * (1 / scale)
 
-   In the last three, as in the engines, no scale is less than 1e-4 / 448.
+   In the three before that, as in the engines, no scale is less than 1e-4 / 448.
 
    A store then needs k of k_elements bf16, with a format that says so, and v of v_elements * 2 bytes (0: none) without.
    Errors: NULL (name, preset), SIZE (rows or page_rows less than 1 or too large; page_stride less than a page's bytes),
@@ -4023,17 +4025,19 @@ typedef struct kvpi_preset {
     kvprim_dtype scale_dtype;
     int32_t power_of_two, inverse;
     float scale_min;
+    kvprim_dtype dtype;
 } kvpi_preset;
 
 KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows, int64_t page_rows,
                                             int64_t page_stride, kvprim_preset *preset)
 {
     static const kvpi_preset presets[] = {
-        {"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 1, 0, 1e-4f},
-        {"fp8_ds_mla_sglang", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 1, 0},
-        {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f},
-        {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 0, 2.23214286e-07f},
-        {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 0, 2.23214286e-07f}};
+        {"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 1, 0, 1e-4f, KVPRIM_F8E4M3},
+        {"fp8_ds_mla_sglang", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 1, 0, KVPRIM_F8E4M3},
+        {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f, KVPRIM_F8E4M3},
+        {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 0, 2.23214286e-07f, KVPRIM_F8E4M3},
+        {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 0, 2.23214286e-07f, KVPRIM_F8E4M3},
+        {"nvfp4_ds_mla", 512, 64, 16, 432, 0, KVPRIM_F8E4M3, 0, 1, 0, KVPRIM_F4E2M1}};
     const kvpi_preset *p = NULL;
     if (!name || !data || !preset)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL",
@@ -4044,8 +4048,9 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
         p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
     if (!p)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_preset_find: no preset is called '%.64s': there are %s, %s, %s, %s and %s", name,
-                           presets[0].name, presets[1].name, presets[2].name, presets[3].name, presets[4].name);
+                           "kvprim_preset_find: no preset is called '%.64s': there are %s, %s, %s, %s, %s and %s", name,
+                           presets[0].name, presets[1].name, presets[2].name, presets[3].name, presets[4].name,
+                           presets[5].name);
     if (rows < 1 || page_rows < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: %s is %lld, less than 1",
                            rows < 1 ? "rows" : "page_rows", (long long)(rows < 1 ? rows : page_rows));
@@ -4058,9 +4063,9 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
     memset(preset, 0, sizeof *preset);
     kvprim_format *const f = &preset->k_format;
     kvprim_table *const k = &preset->k_cache, *const v = &preset->v_cache;
-    f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
+    f->dtype = p->dtype, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
     f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
-    f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : p->converted;
+    f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : kvpi_bytes_of(p->dtype, p->converted);
     f->scale_inverse = p->inverse, f->scale_stride = p->scale_stride; /* 0: the row's */
     k->data = data, k->rows = rows, k->stride = p->row_bytes;
     k->page_rows = page_rows, k->page_stride = page_stride ? page_stride : (int64_t)page;

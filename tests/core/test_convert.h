@@ -445,8 +445,14 @@ typedef struct indexer_page {
     float scales[64];
 } indexer_page;
 
+typedef struct nvfp4_row {
+    uint8_t nope[256], scales[32], padding[16]; /* the padding is not touched */
+    uint16_t rope[64];
+} nvfp4_row;
+
 enum { preset_rows = 150, preset_tokens = 40, preset_pages = 3 };
-_Static_assert(sizeof(ds_mla_row) == 656 && sizeof(ds_mla_v4_page) == 64 * 584 + 64 && sizeof(indexer_page) == 64 * 132,
+_Static_assert(sizeof(ds_mla_row) == 656 && sizeof(ds_mla_v4_page) == 64 * 584 + 64 &&
+                   sizeof(indexer_page) == 64 * 132 && sizeof(nvfp4_row) == 432,
                "the engines' sizes");
 
 /* Where the parts of a row are, by subscripts. */
@@ -465,6 +471,9 @@ static preset_row find_preset_row(int which, void *cache, int row)
     } else if (which == 2) {
         ds_mla_v4_page *const x = (ds_mla_v4_page *)cache + row / 64;
         r.values = x->rows[row % 64].nope, r.copied = x->rows[row % 64].rope, r.scales = x->scales[row % 64];
+    } else if (which == 5) {
+        nvfp4_row *const x = (nvfp4_row *)cache + row;
+        r.values = x->nope, r.copied = x->rope, r.scales = x->scales;
     } else {
         indexer_page *const x = (indexer_page *)cache + row / 64;
         r.values = x->values[row % 64], r.scales = &x->scales[row % 64];
@@ -481,19 +490,24 @@ typedef struct preset_rule {
 static void expect_preset_row(const preset_row *r, int which, preset_rule rule, const uint16_t *k, const uint16_t *v,
                               int elements, int tile)
 {
-    const kvprim_format f = {.dtype = KVPRIM_F8E4M3, .scale_power_of_two = rule.power_of_two, .scale_min = rule.least};
+    const kvprim_dtype dtype = which == 5 ? KVPRIM_F4E2M1 : KVPRIM_F8E4M3;
+    const kvprim_format f = {.dtype = dtype, .scale_power_of_two = rule.power_of_two, .scale_min = rule.least};
     for (int t = 0; t < elements / tile; t++) {
         float x[128];
         for (int e = 0; e < tile; e++)
             x[e] = (float)oracle_decode(KVPRIM_BF16, k[t * tile + e]);
-        const float s = oracle_computed(&f, x, tile), inverse = oracle_divide(1, s);
-        if (which == 2)
+        float s = oracle_computed(&f, x, tile);
+        if (which == 5) {
+            oracle_put_scale(KVPRIM_F8E4M3, &((uint8_t *)r->scales)[t], s);
+            s = oracle_scale_at(KVPRIM_F8E4M3, &((uint8_t *)r->scales)[t]);
+        } else if (which == 2)
             ((uint8_t *)r->scales)[t] = (uint8_t)(127 + oracle_exponent(s));
         else
             ((float *)r->scales)[t] = s;
         for (int e = 0; e < tile; e++) {
+            const float inverse = s == 0 ? 0 : oracle_divide(1, s);
             const float y = rule.inverse ? oracle_multiply(x[e], inverse) : oracle_divide(x[e], s);
-            r->values[t * tile + e] = (uint8_t)oracle_encode(KVPRIM_F8E4M3, y);
+            oracle_put(dtype, r->values, t * tile + e, oracle_encode(dtype, y));
         }
     }
     if (v)
@@ -511,10 +525,11 @@ static void test_presets(void)
                    {"fp8_ds_mla_sglang", 512, 64, 128, 64 * 656, {0, 0, 1}},
                    {"fp8_ds_mla_v4", 448, 64, 64, sizeof(ds_mla_v4_page), {1e-4f / 448, 1, 0}},
                    {"fp8_indexer", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 0, 0}},
-                   {"fp8_indexer_ue8m0", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 1, 0}}};
+                   {"fp8_indexer_ue8m0", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 1, 0}},
+                   {"nvfp4_ds_mla", 512, 64, 16, 64 * 432, {0, 0, 1}}};
     static uint16_t k[preset_tokens][576], back[preset_tokens][576];
     int32_t slot[preset_tokens];
-    for (int which = 0; which < 5; which++) {
+    for (int which = 0; which < 6; which++) {
         const size_t bytes = preset_pages * presets[which].page;
         unsigned char *const cache = allocate(bytes), *const want = allocate(bytes);
         const int n = presets[which].elements;
@@ -548,7 +563,7 @@ static void test_presets(void)
             fail("%s: bytes differ", presets[which].name);
 
         const kvprim_gather_desc g = gather_of(formatted(strided_table(back, preset_tokens, sizeof back[0]), &bf16),
-                                               p.k_cache, n, slot, preset_tokens);
+                                               p.k_cache, which == 5 ? n / 2 : n, slot, preset_tokens);
         CHECK(kvprim_gather(&g) == KVPRIM_OK);
         for (int i = 0; i < preset_tokens; i++)
             for (int e = 0; e < n; e++) {
@@ -556,9 +571,11 @@ static void test_presets(void)
                 if (slot[i] >= 0) {
                     const preset_row r = find_preset_row(which, want, slot[i]);
                     const int t = e / presets[which].tile;
-                    x = oracle_multiply((float)oracle_decode(KVPRIM_F8E4M3, r.values[e]),
-                                        which == 2 ? (float)oracle_ldexp(1, ((uint8_t *)r.scales)[t] - 127)
-                                                   : ((float *)r.scales)[t]);
+                    const kvprim_dtype dtype = which == 5 ? KVPRIM_F4E2M1 : KVPRIM_F8E4M3;
+                    x = oracle_multiply((float)oracle_decode(dtype, oracle_code_of(dtype, r.values, e)),
+                                        which == 5   ? oracle_scale_at(KVPRIM_F8E4M3, (uint8_t *)r.scales + t)
+                                        : which == 2 ? (float)oracle_ldexp(1, ((uint8_t *)r.scales)[t] - 127)
+                                                     : ((float *)r.scales)[t]);
                 }
                 if (back[i][e] != oracle_encode(KVPRIM_BF16, x))
                     fail("%s: token %d, element %d is %#x", presets[which].name, i, e, back[i][e]);
@@ -578,8 +595,8 @@ static void test_presets(void)
                 "page_stride is 263, less than a page's bytes, 264");
     CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, INT64_MAX / 100, 0, &p), KVPRIM_ERROR_SIZE, "too large");
     CHECK_ERROR(kvprim_preset_find("fp8", data, 1, 1, 0, &p), KVPRIM_ERROR_ARGUMENT,
-                "no preset is called 'fp8': there are fp8_ds_mla, fp8_ds_mla_sglang, fp8_ds_mla_v4, fp8_indexer and "
-                "fp8_indexer_ue8m0");
+                "no preset is called 'fp8': there are fp8_ds_mla, fp8_ds_mla_sglang, fp8_ds_mla_v4, fp8_indexer, "
+                "fp8_indexer_ue8m0 and nvfp4_ds_mla");
 }
 
 /* ---- bad descriptors ---- */

@@ -784,7 +784,8 @@ static void run_preset(arena *a, const preset_case *c, bool store)
         e.k_cache = on.k_cache, e.v_cache = on.v_cache;
         run_call(d, e);
     } else {
-        const kvprim_gather_desc d = gather_of(k, host.k_cache, elements, slot, KVPRIM_I64, 0, c->count, nullptr);
+        const kvprim_gather_desc d = gather_of(k, host.k_cache, bytes_of_elements(host.k_format.dtype, elements), slot,
+                                               KVPRIM_I64, 0, c->count, nullptr);
         kvprim_gather_desc e = on_device(a, d);
         e.src = on.k_cache;
         run_call(d, e);
@@ -794,13 +795,36 @@ static void run_preset(arena *a, const preset_case *c, bool store)
 static void convert_presets(arena *a)
 {
     for (const char *const name :
-         {"fp8_ds_mla", "fp8_ds_mla_sglang", "fp8_ds_mla_v4", "fp8_indexer", "fp8_indexer_ue8m0"})
+         {"fp8_ds_mla", "fp8_ds_mla_sglang", "fp8_ds_mla_v4", "fp8_indexer", "fp8_indexer_ue8m0", "nvfp4_ds_mla"})
         for (const int64_t page_rows : {1, 16, 64})
             for (const int64_t count : {1, 5, 64, 130})
                 for (const bool store : {true, false}) {
                     const preset_case c = {name, count + 70, page_rows, count, page_rows == 16 ? 64 : 0};
                     run_preset(a, &c, store);
                 }
+}
+
+/* Plain rows of elements of 4 bits: scales of all types and in all places, tiles that the kernels of plain rows take and
+   that they do not, few rows and many. */
+static void convert_packed(arena *a)
+{
+    static const int64_t tiles[] = {16, 32, 128, 16, 48, 512, 8, 64};
+    static const kvprim_dtype types[] = {KVPRIM_F8E4M3, KVPRIM_F16, kvprim_dtype(0), KVPRIM_F8E4M3};
+    for (unsigned n = 0; n < 256; n++) {
+        const bool store = n % 2;
+        const kvprim_dtype small = n % 8 == 6 ? KVPRIM_INT4 : KVPRIM_F4E2M1,
+                           other = n / 2 % 2 ? KVPRIM_F16 : KVPRIM_BF16;
+        convert_case c = convert_case_of(n, store ? small : other, store ? other : small, KVPRIM_SCALE_TILE);
+        c.form = store ? CONVERT_STORE : CONVERT_GATHER, c.v = n / 2 % 4 ? V_CONVERTS : NO_V;
+        c.tile = tiles[n / 4 % 8], c.elements = 2 * c.tile * (c.tile < 64 ? 4 : 1);
+        c.dst = c.src = {0, 0};
+        (store ? c.dst : c.src) = {n / 32 % 2 * 8, 0}; /* 8: heads in pages */
+        c.where = scale_place(n / 64 % n_scale_places), c.is_e8m0 = n % 5 == 2;
+        c.scales = c.is_e8m0 ? kvprim_dtype(0) : types[n / 8 % 4];
+        c.power_of_two = n % 7 == 3, c.inverse = n / 4 % 2, c.outer = n / 16 % 2;
+        c.count = n % 3 ? 5 + n % 40 : 900, c.rows = c.count + 3, c.n = n / 5 * 3;
+        run_convert(a, &c);
+    }
 }
 
 /* Heads that begin inside 16 bytes, in rows that do not. */
