@@ -998,9 +998,9 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
 
    A new element type touches
        here              the enum (>>dtype), kvpi_to_ and kvpi_of_ its name, kvpi_dtype_bytes() to kvpi_to_element(),
-                         KVPRIM_NARROW_LIST and kvpi_converts(); the table of >>format
-       kvprim_cuda.cuh   kvpc_decode_word(), kvpc_encode_word(), KVPRIM_BY_TYPE. Kernels of plain rows know fewer types:
-                         kvpc_is_plain_conversion()
+                         KVPRIM_NARROW_LIST or _FOUR_BIT_LIST, kvpi_converts(); the table of >>format
+       kvprim_cuda.cuh   kvpc_decode_word(), kvpc_encode_word(), KVPRIM_BY_TYPE or KVPRIM_BY_PACKED_TYPE. Kernels of
+                         plain rows know fewer types: kvpc_is_plain_conversion()
        kvprim_nccl.h     kvpn_type_of(); if own kernels reduce it, kvpn_has_kernels(), a struct of >>impl_pack, its bit
                          beside kvpn_is_f32, kvpn_set_what(), kvpn_reduction<kvpn_any>. Its all ones must be a NaN */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_ELEMENTS)) &&             \

@@ -86,6 +86,7 @@
    KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 2 s of
                                nvcc (13.0) and 0.4 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
+   KVPRIM_NO_FOUR_BIT          the same for those that convert elements of 4 bits (0.1 MB)
    KVPRIM_NO_UNPACK            the same for unpack, unpack_meta and copy (1 s, 0.3 MB), which then return it
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */

@@ -804,8 +804,7 @@ static void convert_presets(arena *a)
                 }
 }
 
-/* Plain rows of elements of 4 bits: scales of all types and in all places, tiles that the kernels of plain rows take and
-   that they do not, few rows and many. */
+/* Plain rows of elements of 4 bits: scales of all types and in all places, tiles of all sizes, few rows and many. */
 static void convert_packed(arena *a)
 {
     static const int64_t tiles[] = {16, 32, 128, 16, 48, 512, 8, 64};
