@@ -158,7 +158,7 @@ IN_BOTH = $(foreach part,emulated core collectives,'test sh tests/build/parts.sh
 IN_TEST = $(call parts,nccl callers) \
     'test MAKEFLAGS= make -s build/test_disk && build/test_disk' $(call parts,readme profile trace)
 IN_CHECK = $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix fuzzers systems compilers symbols \
-    callers_cuda pictures format) \
+    callers_cuda pictures documents format) \
     'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd'
 
 # What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
@@ -206,8 +206,11 @@ plots:
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
 GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload build/11_compact build/15_rope_store \
     build/16_fp8 build/19_warp_copy
+NCCL_EXAMPLES = build/06_allreduce build/14_handover build/17_all_reduce_norm build/20_ring_unpack \
+    $(MPI_HERE:%=build/06_allreduce_mpi)
 GPU_TESTS = build/test_cuda build/test_cuda_debug build/02_kv_replay_cuda
-GPU_BENCHES = build/bench_cuda build/bench_paged build/bench_slots build/bench_unpack build/bench_layouts
+GPU_BENCHES = build/bench_step build/bench_cuda build/bench_paged build/bench_slots build/bench_unpack \
+    build/bench_layouts
 
 # CUPTI lies beside CUDA or in its own folder there. Not every installation of CUDA has it.
 CUPTI_PLACES = $(CUPTI_HOME) $(CUDA_PLACES) $(CUDA_PLACES:%=%/extras/CUPTI)
@@ -227,15 +230,22 @@ ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench convert-bench transfer-b
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
 
-# nccl-test builds 06, 17 and 20 where it runs them.
-examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
+# Everything that README names; `make wheel` builds the package, and 13_transformers is Python.
+NCCL_HERE = $(and $(NCCL_INCLUDE),$(NCCL_LIBRARY))
+MPI_HERE = $(call first,mpicxx)
+examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth build/02_kv_replay_cuda example_engine \
+    $$(if $$(CUPTI_HERE),build/10_trace) $$(if $$(NCCL_HERE),$$(NCCL_EXAMPLES)))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
+	@$(if $(NVCC),$(if $(NCCL_HERE),:,echo 'skip $(NCCL_EXAMPLES): no nccl.h or no libnccl.so.2 (NCCL_HOME)'),:)
+	@$(if $(MPI_HERE),:,echo 'skip build/06_allreduce_mpi: no mpicxx')
 	@$(if $(and $(NVCC),$(NO_GPU)),echo 'examples for a GPU: built$(NO_GPU)',:)
 
 # cuda-* need one GPU. nccl-bench and nccl-limits need two or more. nccl-test takes all, or a single one for many ranks;
 # nccl-sanitize takes one.
 gpu-test:
-	$(call each,cuda-test nccl-test engine)
+	$(call each,cuda-test nccl-test engine documents)
+documents:
+	@sh tests/documents.sh gpu
 gpu-bench:
 	$(call each,cuda-bench convert-bench transfer-bench nccl-bench)
 sanitize:
@@ -289,8 +299,9 @@ transformers: build/python/built
 	$(call keep,gpu_transformers,$(CHECKSUMS); $(USE_PACKAGE) examples/13_transformers/run.py || failed=1)
 
 # Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
-engine:
-	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD='$(CURDIR)/build/07_engine'
+example_engine:
+	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(BUILT_FOR)' BUILD='$(CURDIR)/build/07_engine'
+engine: example_engine
 	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
 
 # These look at the kernels as the compiler made them, and as they run. Each target names the tool it lacks.
@@ -335,8 +346,19 @@ build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_ba
     examples/02_kv_replay/kv_disk.h examples/gpu.cuh build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-build/14_handover: examples/14_handover/handover.cu $(wildcard examples/14_handover/*) $(HEADERS) build/flags
-	@$(CUDA_ENVIRONMENT) sh -c '. tests/gpu/environment.sh && $(COMPILE_CUDA) $$nccl_flags $< -o $@ $$nccl_link'
+# The headers' implementation takes most of the time that such a program takes to compile, so it is compiled once.
+build/kvprim_all.o: $(HEADERS) build/flags
+	@printf '#include "kvprim_cuda.cuh"\n#include "kvprim_nccl.h"\n' >build/kvprim_all.cu
+	@$(CUDA_ENVIRONMENT) sh -c '. tests/gpu/environment.sh && set -x && $(COMPILE_CUDA) $$nccl_flags \
+	    -DKVPRIM_IMPLEMENTATION -c build/kvprim_all.cu -o $@'
+ELSEWHERE = $(foreach part,CORE_IMPLEMENTED CUDA_IMPLEMENTED NCCL_IMPLEMENTED NCCL_LAYOUT NCCL_KERNELS,-DKVPRIM_$(part))
+build/06_allreduce build/06_allreduce_mpi: build/%: examples/%.c
+build/06_allreduce_mpi: private CPPFLAGS += -ccbin mpicxx
+build/14_handover: examples/14_handover/handover.cu
+build/17_all_reduce_norm build/20_ring_unpack: build/%: examples/%.cu
+$(NCCL_EXAMPLES): build/kvprim_all.o examples/gpu.cuh $(wildcard examples/14_handover/*.*h) build/flags
+	@$(CUDA_ENVIRONMENT) sh -c '. tests/gpu/environment.sh && set -x && $(COMPILE_CUDA) $$nccl_flags $(ELSEWHERE) \
+	    -x cu $(filter %.c %.cu,$^) -Xlinker $< -o $@ $$nccl_link'
 
 build/10_trace: examples/10_trace/trace.cu examples/gpu.cuh $(HEADERS) build/flags
 	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))
@@ -416,6 +438,6 @@ build/bench_mismatch.o: tests/bench/bench_mismatch.cpp build/flags
 clean:
 	rm -rf build
 
-.PHONY: help examples lib clean ncu-compare weight-compare FORCE $(RUN)
+.PHONY: help examples example_engine documents lib clean ncu-compare weight-compare FORCE $(RUN)
 
 endif

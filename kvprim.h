@@ -43,10 +43,10 @@
        >>prefix      prefix compare
        >>format      element types and scales: FP8 and INT8 caches
        >>table       kvprim_table: rows, pages, heads; the index rule
-       >>preset      the caches of engines by name
        >>gather      >>store      >>slots      >>transfer      >>unpack      >>unpack_meta      >>copy
        >>keys        keys of blocks as engines compute them; a table of keys: the longest known prefix
        >>move        checked moves: check once, run often, several in one launch
+       >>layout      the caches of engines by name; a staging area for a slice of heads; moves as runs
        >>launch      how kvprim_cuda.cuh runs a call: stream, overlap with the kernel before, share of the GPU
        >>check       the checks alone
        >>impl_rows       where a row starts: index rule, page arithmetic; for kernels, too
@@ -65,7 +65,8 @@
            >>impl_cpu_move        the executor: `rejected`, zero fill, copies
            >>impl_cpu_blocks      conversion of a few elements
            >>impl_cpu_convert     the executor's loop for rows that convert; gather, store, transfer
-           >>impl_preset          caches of engines
+           >>impl_layout          caches of engines, the staging area
+           >>impl_runs            moves as runs
            >>impl_slots           page tables into slots
            >>impl_list            what copy and unpack share: whether any destination meets any source
            >>impl_copy
@@ -102,6 +103,7 @@
                                KVPRIM_STATIC overrides it
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
    KVPRIM_NO_KEYS              every translation unit or none: leaves out >>keys
+   KVPRIM_NO_LAYOUTS           every translation unit or none: leaves out >>layout
    KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. All items are
                                then sorted as >>copy says of the slowest check.
    KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
@@ -403,39 +405,6 @@ KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table table, int64_t row_byt
 
 /* Where row `row` (its first piece) starts, in a resolved table; 0 <= row < rows, which is not checked. */
 KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row);
-
-/* >>preset ---------------------------------------------------------------------------------------------------------
-
-   Caches whose rows hold quantised elements, scales and other elements in one tensor, by the engines' names. */
-typedef struct kvprim_preset {
-    kvprim_table k_cache, v_cache; /* k_cache.format points to k_format: copies of the tables need this structure.
-                                      v_cache.data is NULL if there is one part only */
-    kvprim_format k_format;
-    int64_t k_elements, v_elements; /* of a row: what is converted (K of a store), and what is copied as it is (V) */
-} kvprim_preset;
-
-/* Fills in *preset for a cache of `rows` rows in pages of page_rows at `data`, page_stride bytes from page to page (0:
-   packed):
-
-       "fp8_ds_mla"     DeepSeek V3.2 in vLLM 0.33: rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them,
-                        64 bf16. Scales are powers of two, 2^-13 or more; FlashMLA reads only such scales exactly
-       "fp8_ds_mla_sglang"  the same rows with SGLang's scales, any of 2^-126 or more; stored = x * (1 / scale). vLLM
-                        before July 2026 divided by such scales: set k_format.scale_inverse to 0
-       "fp8_ds_mla_v4"  DeepSeek V4: pages of rows of 576 bytes: 448 F8E4M3 and 64 bf16; then, for each row, 7 F8E8M0
-                        scales, of 64 elements each, and a byte that is not touched
-       "fp8_indexer"    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
-       "fp8_indexer_ue8m0"  the same with scales that are powers of two
-       "nvfp4_ds_mla"   DeepSeek V3.2 in vLLM, July 2026: rows of 432 bytes: 512 F4E2M1, an F8E4M3 scale for each 16 of
-                        them, 16 bytes that are not touched, 64 bf16; stored = x * (1 / scale)
-
-   In the three before that, as in the engines, no scale is less than 1e-4 / 448.
-
-   A store then needs k of k_elements bf16, with a format that says so, and v of v_elements * 2 bytes (0: none) without.
-   Errors: NULL (name, preset), SIZE (rows or page_rows less than 1 or too large; page_stride less than a page's bytes),
-   ARGUMENT (an unknown name; the error lists the known ones). */
-KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows,
-                                                           int64_t page_rows, int64_t page_stride,
-                                                           kvprim_preset *preset);
 
 /* >>gather ---------------------------------------------------------------------------------------------------------
 
@@ -748,7 +717,7 @@ enum { KVPRIM_MAX_KEY_BLOCK = 24576 };
 /* The bytes of a key: 32, 16 or 8. 0 for an unknown rule. */
 KVPRIM_API int64_t kvprim_key_bytes(kvprim_key_rule rule);
 
-/* Computes the keys of n requests. Chains of SHA-256 run two at a time, each in 0.7 to 0.8 of its time alone. Takes
+/* Computes the keys of n requests. Chains of SHA-256 run two at a time, each in 0.62 to 0.71 of its time alone. Takes
    51 KB of stack, and uses SHA-NI, ARMv8's SHA-2 and AVX-512 VBMI2 if the processor has them.
    Aliasing: keys must not overlap tokens, parent and extra (checked), what extra points to, or another request's.
    Errors name the request: NULL, SIZE, OVERLAP, ARGUMENT (rule, types, a field that has no such value or no meaning for
@@ -847,6 +816,83 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves
 
 /* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or if device_layers is set. */
 KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
+
+#ifndef KVPRIM_NO_LAYOUTS
+/* >>layout ---------------------------------------------------------------------------------------------------------
+
+   Caches of engines by name. A layout is the order of its dimensions, the slowest first: L layers, B pages, H heads, N
+   rows of a page, 2 for K and V, and C, the bytes of a head, which are last. So "LB2NHC" is [layer][page][K, V][row]
+   [head][bytes]. Without 2, each head is K and then V. Any order is a name, so vLLM's six are ("LBHNC", "BLNHC", ...).
+   examples/LAYOUTS.md lists the other names: flashinfer_, sglang_, trtllm, dynamo_, and LMCache's.
+
+   Caches whose rows hold quantised elements (K of a store), scales, and elements that are copied (V):
+
+       fp8_ds_mla         DeepSeek V3.2 in vLLM 0.33, rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them,
+                          64 bf16. Scales are powers of two, 2^-13 or more; FlashMLA reads only such scales exactly
+       fp8_ds_mla_sglang  the same with SGLang's scales, any of 2^-126 or more; stored = x * (1 / scale). vLLM before
+                          July 2026 divided by such scales: set k_format.scale_inverse to 0
+       fp8_ds_mla_v4      DeepSeek V4, pages of rows of 448 F8E4M3 and 64 bf16; then 7 F8E8M0 scales for each row, of 64
+                          elements each, and a byte that is not touched
+       fp8_ds_mla_v41     DeepSeek V4.1, pages of rows of 512 F8E4M3; then 16 F8E8M0 scales for each row
+       fp8_indexer        DeepSeek's indexer, pages of rows of 128 F8E4M3; then an fp32 scale for each row
+       fp8_indexer_ue8m0  the same with scales that are powers of two
+
+   In the last four, as in the engines, no scale is less than 1e-4 / 448. A store needs k of k_elements bf16, with a
+   format that says so, and v of v_elements * 2 bytes (0: none) without. */
+typedef struct kvprim_layout_sizes {
+    void *data;               /* byte 0; NULL: the tables have no data, but all else is known */
+    int64_t rows, page_rows;  /* of a layer; of a page. The last page need not be full */
+    int64_t page_stride;      /* page to page; 0: packed */
+    int64_t k_bytes, v_bytes; /* of a row with all its heads; v_bytes 0: no V, as with MLA. Both 0 if quantised */
+    int32_t layers, heads;    /* 0 means 1 */
+} kvprim_layout_sizes;
+
+typedef struct kvprim_layout {
+    kvprim_table k_cache, v_cache; /* layer 0. A quantised k_cache.format points to k_format: keep this structure */
+    kvprim_format k_format;
+    int64_t k_elements, v_elements;         /* of a row, if quantised: what is converted, and what is copied */
+    int64_t k_bytes, v_bytes;               /* of a row's elements in the cache: the row_bytes of its transfers */
+    int64_t k_layer_stride, v_layer_stride; /* of transfers. If layers are tensors of their own, give transfers an
+                                               array of pointers instead, V's v_offset after K's in the same tensor */
+    int64_t v_offset;                       /* from data to V. After an order with 2 first V may lie elsewhere, too */
+    int64_t bytes;                          /* of the memory at data, with V and all layers */
+    int32_t layers, reserved;
+} kvprim_layout;
+
+/* Fills in *layout. Errors: NULL (name, sizes, layout), SIZE (no rows, page_rows or bytes, less than 0, heads that do
+   not divide a row, page_stride less than a page, more than memory has), ARGUMENT (an unknown name; heads or bytes of
+   a quantised cache). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_layout_find(const char *name, const kvprim_layout_sizes *sizes,
+                                                           kvprim_layout *layout);
+
+/* Hands rows, all layers and some heads of them, to a rank with other heads, pages or another layout, by an area on
+   each side: [layer][K, V][row][head][bytes], whatever the caches are. So each rank plans alone, the area (or a layer)
+   is one run, where a cache has one for each piece, and transfers pack and unpack it. */
+typedef struct kvprim_pack_desc {
+    const kvprim_layout *cache;  /* of this rank, without a format */
+    int32_t head, heads;         /* of this cache; heads 0: all from `head` on. Of the two ranks the same heads */
+    const void *slot;            /* row i of the area is row slot[i] of the cache: see >>slots. Rows out of range */
+    kvprim_index_type slot_type; /* ... are skipped, here and there */
+    int64_t count;
+    void *staging; /* NULL: only `bytes` is of use */
+    int64_t staging_bytes;
+} kvprim_pack_desc;
+
+typedef struct kvprim_pack {
+    kvprim_transfer_desc pack[2], unpack[2]; /* cache to area, area to cache: K, V. count is 0 if there is no V */
+    int64_t bytes;                           /* of the area */
+} kvprim_pack;
+
+/* Errors: NULL (desc, plan, cache), SIZE (count, heads, staging_bytes), ARGUMENT (a format). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan);
+
+/* Lists what n moves copy, for NIXL, Mooncake, UCX, cudaMemcpyBatchAsync or kvprim_copy, row by row. Rows that follow
+   each other on both sides, their heads and layers, and then items, become one item as far as there are no gaps. src
+   NULL: zeros, of a gather. Indices and layers must be host memory; *rejected is left alone. Writes at most `max` items
+   and returns how many there are, or -1. Errors: NULL (moves, items), UNSUPPORTED (rows that convert, device layers,
+   heads of other sizes on both sides where neither divides the other). */
+KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_item *items, int64_t max);
+#endif
 
 /* >>launch --------------------------------------------------------------------------------------------------------- */
 
@@ -1422,7 +1468,6 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
         return sizeof(name);
     KVPRIM_SIZE(kvprim_table, 80)
     KVPRIM_SIZE(kvprim_format, 112)
-    KVPRIM_SIZE(kvprim_preset, 288)
     KVPRIM_SIZE(kvprim_gather_desc, 224)
     KVPRIM_SIZE(kvprim_store_desc, 392)
     KVPRIM_SIZE(kvprim_slots_desc, 136)
@@ -1441,6 +1486,12 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
     KVPRIM_SIZE(kvprim_side, 272)
     KVPRIM_SIZE(kvprim_move_names, 48)
     KVPRIM_SIZE(kvprim_move, 592)
+#ifndef KVPRIM_NO_LAYOUTS
+    KVPRIM_SIZE(kvprim_layout_sizes, 56)
+    KVPRIM_SIZE(kvprim_layout, 344)
+    KVPRIM_SIZE(kvprim_pack_desc, 56)
+    KVPRIM_SIZE(kvprim_pack, 1256)
+#endif
     KVPRIM_SIZE(kvprim_cuda_launch, 24)
 #undef KVPRIM_SIZE
     return 0;
@@ -4015,7 +4066,8 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
     return kvpi_run_moves(kvprim_transfer_moves(desc, &m), &m, 1);
 }
 
-/* >>impl_preset ---------------------------------------------------------------------------------------------------- */
+#ifndef KVPRIM_NO_LAYOUTS
+/* >>impl_layout ---------------------------------------------------------------------------------------------------- */
 
 /* What the caches hold. scale_stride: from one row's scales to the next after all rows of a page; 0: they lie in the
    row. scale_min: except in rows of 656 bytes, engines take a tile's largest magnitude as 1e-4 at least. */
@@ -4025,58 +4077,295 @@ typedef struct kvpi_preset {
     kvprim_dtype scale_dtype;
     int32_t power_of_two, inverse;
     float scale_min;
-    kvprim_dtype dtype;
 } kvpi_preset;
 
-KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows, int64_t page_rows,
-                                            int64_t page_stride, kvprim_preset *preset)
+/* Writes the order that a name stands for, with a 2. Returns 0 if there is none. */
+static int kvpi_find_order(const char *name, char order[8])
 {
-    static const kvpi_preset presets[] = {
-        {"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 1, 0, 1e-4f, KVPRIM_F8E4M3},
-        {"fp8_ds_mla_sglang", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 1, 0, KVPRIM_F8E4M3},
-        {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f, KVPRIM_F8E4M3},
-        {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 0, 2.23214286e-07f, KVPRIM_F8E4M3},
-        {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 0, 2.23214286e-07f, KVPRIM_F8E4M3},
-        {"nvfp4_ds_mla", 512, 64, 16, 432, 0, KVPRIM_F8E4M3, 0, 1, 0, KVPRIM_F4E2M1}};
-    const kvpi_preset *p = NULL;
-    if (!name || !data || !preset)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL",
-                           !name   ? "name"
-                           : !data ? "data"
-                                   : "preset");
-    for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
-        p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
-    if (!p)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_preset_find: no preset is called '%.64s': there are %s, %s, %s, %s, %s and %s", name,
-                           presets[0].name, presets[1].name, presets[2].name, presets[3].name, presets[4].name,
-                           presets[5].name);
-    if (rows < 1 || page_rows < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: %s is %lld, less than 1",
-                           rows < 1 ? "rows" : "page_rows", (long long)(rows < 1 ? rows : page_rows));
-    const uint64_t page = kvpi_mul((uint64_t)page_rows, (uint64_t)(p->row_bytes + p->scale_stride));
-    if (page >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: page_rows is %lld, too large", (long long)page_rows);
-    if (page_stride != 0 && page_stride < (int64_t)page)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: page_stride is %lld, less than a page's bytes, %llu",
-                           (long long)page_stride, (unsigned long long)page);
-    memset(preset, 0, sizeof *preset);
-    kvprim_format *const f = &preset->k_format;
-    kvprim_table *const k = &preset->k_cache, *const v = &preset->v_cache;
-    f->dtype = p->dtype, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
-    f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
-    f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : kvpi_bytes_of(p->dtype, p->converted);
-    f->scale_inverse = p->inverse, f->scale_stride = p->scale_stride; /* 0: the row's */
-    k->data = data, k->rows = rows, k->stride = p->row_bytes;
-    k->page_rows = page_rows, k->page_stride = page_stride ? page_stride : (int64_t)page;
-    if (p->copied) {
-        *v = *k;
-        v->data = (char *)data + p->row_bytes - 2 * p->copied;
+    static const char names[] =
+        " flashinfer_nhd=LB2NHC flashinfer_hnd=LB2HNC flashinfer_nhd_split=2LBNHC flashinfer_hnd_split=2LBHNC "
+        "sglang_mha=2LBNHC sglang_layer_first=2LBNHC sglang_page_first=2BNLHC sglang_page_first_direct=2BLNHC "
+        "sglang_page_head=2BHNLC sglang_page_unified=BHL2NC trtllm=BL2HNC dynamo_operational_nhd=BL2NHC "
+        "dynamo_operational_hnd=BL2HNC dynamo_universal=BHL2NC KV_2LTD=B2LNHC KV_2TD=LB2NHC KV_T2D=LBN2HC "
+        "KV_MLA_FMT=BLNH2C NB_NL_TWO_BS_NH_HS=BL2NHC NB_NL_TWO_NH_BS_HS=BL2HNC NL_X_TWO_NB_BS_NH_HS=L2BNHC "
+        "NL_X_TWO_NB_NH_BS_HS=L2BHNC NL_X_NB_TWO_BS_NH_HS=LB2NHC NL_X_NB_TWO_NH_BS_HS=LB2HNC NL_X_NB_BS_HS=LBNH2C "
+        "NL_X_NB_NH_BS_TWO_HS=LBHN2C NL_X_NB_BS_NH_TWO_HS=LBNH2C NL_X_NB_NH_BS_CS=LBHN2C NL_X_NB_BS_NH_CS=LBNH2C "
+        "NL_X_NBBS_ONE_HS=LBNH2C TWO_X_NL_X_NBBS_NH_HS=2LBNHC TWO_X_NL_X_NB_BS_NH_HS=2LBNHC ";
+    char key[32];
+    const char *const found = snprintf(key, sizeof key, " %s=", name) < (int)sizeof key ? strstr(names, key) : NULL;
+    (void)snprintf(order, 8, "%.6s", found ? found + strlen(key) : name);
+    if (strlen(order) == 5 && order[4] == 'C') /* K and V in one head */
+        memcpy(order + 4, "2C", 3);
+    int known = strlen(order) == 6 && order[5] == 'C' && (found || strlen(name) <= 6);
+    for (const char *letter = "LBHN2"; *letter; letter++)
+        known &= strchr(order, *letter) != NULL;
+    return known;
+}
+
+/* The strides of K and V, from the fastest dimension to the slowest. */
+static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_sizes *z, kvprim_layout *o)
+{
+    kvprim_table *const k = &o->k_cache, *const v = &o->v_cache;
+    const int64_t steps[] = {z->heads, z->page_rows, (z->rows - 1) / z->page_rows + 1, z->layers};
+    int64_t *const strides[2][4] = {{&k->head_stride, &k->stride, &k->page_stride, &o->k_layer_stride},
+                                    {&v->head_stride, &v->stride, &v->page_stride, &o->v_layer_stride}};
+    uint64_t size[2] = {(uint64_t)(z->k_bytes / z->heads), (uint64_t)(z->v_bytes / z->heads)};
+    for (const char *at = order + 5; at-- > order;) {
+        const uint64_t most = size[0] > size[1] ? size[0] : size[1];
+        if (*at == '2') {
+            o->v_offset = (int64_t)size[0];
+            size[0] = size[1] = kvpi_add(size[0], size[1]);
+            continue;
+        }
+        if (*at == 'B' && z->page_stride) {
+            if ((uint64_t)z->page_stride < most)
+                return kvprim_fail(KVPRIM_ERROR_SIZE,
+                                   "kvprim_layout_find: page_stride is %lld, less than a page's bytes, %llu",
+                                   (long long)z->page_stride, (unsigned long long)most);
+            size[0] = size[1] = (uint64_t)z->page_stride;
+        }
+        const size_t dimension = (size_t)(strchr("HNBL", *at) - "HNBL");
+        for (int part = 0; part < 2; part++) {
+            *strides[part][dimension] = (int64_t)size[part];
+            size[part] = kvpi_mul(size[part], (uint64_t)steps[dimension]);
+        }
     }
-    k->format = f;
-    preset->k_elements = p->converted, preset->v_elements = p->copied;
+    o->bytes = (int64_t)size[0];
+    if (size[0] >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: rows is %lld, too large", (long long)z->rows);
     return KVPRIM_OK;
 }
+
+static void kvpi_set_quantised(const kvpi_preset *p, int64_t page_rows, kvprim_layout *o)
+{
+    kvprim_format *const f = &o->k_format;
+    f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
+    f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
+    f->scale_offset = p->scale_stride ? page_rows * p->row_bytes : p->converted;
+    f->scale_inverse = p->inverse, f->scale_stride = p->scale_stride; /* 0: the row's */
+    o->k_cache.stride = o->v_cache.stride = p->row_bytes;
+    o->k_elements = p->converted, o->v_elements = p->copied;
+    o->k_bytes = p->converted, o->v_bytes = 2 * p->copied;
+    o->v_offset = p->row_bytes - o->v_bytes, o->v_layer_stride = o->k_layer_stride;
+}
+
+KVPRIM_API kvprim_status kvprim_layout_find(const char *name, const kvprim_layout_sizes *sizes, kvprim_layout *layout)
+{
+    static const kvpi_preset presets[] = {
+        {"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 1, 0, 1e-4f},
+        {"fp8_ds_mla_sglang", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 1, 0},
+        {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f},
+        {"fp8_ds_mla_v41", 512, 0, 32, 512, 16, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f},
+        {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 0, 2.23214286e-07f},
+        {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 0, 2.23214286e-07f}};
+    const kvpi_preset *p = NULL;
+    char order[8];
+    const char *const null = !name ? "name" : !sizes ? "sizes" : !layout ? "layout" : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_layout_find: %s is NULL", null);
+    kvprim_layout_sizes z = *sizes;
+    z.layers += z.layers == 0, z.heads += z.heads == 0;
+    for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
+        p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
+    if (!kvpi_find_order(p ? "LBNHC" : name, order))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "kvprim_layout_find: '%.64s' is neither a name of >>layout nor an order of LBHN2C", name);
+    if (p && (z.k_bytes || z.v_bytes || z.heads != 1))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "kvprim_layout_find: '%s' has its own k_bytes, v_bytes and heads, not %lld, %lld and %d",
+                           name, (long long)z.k_bytes, (long long)z.v_bytes, (int)z.heads);
+    z.k_bytes = p ? p->row_bytes + p->scale_stride : z.k_bytes;
+    const kvpi_number fields[] = {
+        {"rows", z.rows},       {"page_rows", z.page_rows}, {"layers", z.layers},          {"heads", z.heads},
+        {"k_bytes", z.k_bytes}, {"v_bytes", z.v_bytes},     {"page_stride", z.page_stride}};
+    for (int k = 0; k < 7; k++)
+        if (fields[k].value < (k < 5))
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: %s is %lld, less than %d", fields[k].field,
+                               (long long)fields[k].value, k < 5);
+    if (z.k_bytes % z.heads || z.v_bytes % z.heads)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: heads is %d, but k_bytes %lld and v_bytes %lld",
+                           (int)z.heads, (long long)z.k_bytes, (long long)z.v_bytes);
+    kvprim_layout o;
+    memset(&o, 0, sizeof o);
+    o.k_cache.data = z.data, o.k_cache.rows = z.rows, o.k_cache.page_rows = z.page_rows, o.k_cache.heads = z.heads;
+    o.v_cache = o.k_cache, o.k_bytes = z.k_bytes, o.v_bytes = z.v_bytes, o.layers = z.layers;
+    KVPRIM_TRY(kvpi_set_strides(order, &z, &o));
+    if (p)
+        kvpi_set_quantised(p, z.page_rows, &o);
+    o.v_cache.data = z.data ? (char *)z.data + o.v_offset : NULL;
+    if (o.v_bytes == 0)
+        memset(&o.v_cache, 0, sizeof o.v_cache), o.v_offset = o.v_layer_stride = 0;
+    *layout = o;
+    layout->k_cache.format = p ? &layout->k_format : NULL;
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan)
+{
+    const char *const null = !desc ? "desc" : !plan ? "plan" : !desc->cache ? "cache" : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_pack_plan: %s is NULL", null);
+    const kvprim_layout *const c = desc->cache;
+    const int64_t all = c->k_cache.heads > 1 ? c->k_cache.heads : 1;
+    const int64_t heads = desc->heads ? desc->heads : all - desc->head;
+    if (c->k_cache.format)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_pack_plan: cache has a format: find it by an order");
+    if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d",
+                           (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all);
+    kvprim_layout_sizes sizes;
+    kvprim_layout area;
+    memset(&sizes, 0, sizeof sizes);
+    sizes.data = desc->staging, sizes.rows = sizes.page_rows = desc->count + (desc->count == 0);
+    sizes.k_bytes = c->k_bytes / all * heads, sizes.v_bytes = c->v_bytes / all * heads;
+    sizes.layers = c->layers, sizes.heads = (int32_t)heads;
+    KVPRIM_TRY(kvprim_layout_find("LB2NHC", &sizes, &area));
+    area.bytes = desc->count ? area.bytes : 0;
+    if (desc->staging && desc->staging_bytes < area.bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %lld",
+                           (long long)desc->staging_bytes, (long long)area.bytes);
+    memset(plan, 0, sizeof *plan);
+    plan->bytes = area.bytes;
+    for (int part = 0; part < 2; part++) {
+        kvprim_transfer_desc *const t = &plan->pack[part], *const u = &plan->unpack[part];
+        t->row_bytes = u->row_bytes = part ? sizes.v_bytes : sizes.k_bytes;
+        t->count = u->count = t->row_bytes ? desc->count : 0, t->layers = u->layers = area.layers;
+        t->dst = u->src = part ? area.v_cache : area.k_cache;
+        t->dst_layer_stride = u->src_layer_stride = area.k_layer_stride;
+        t->src = part ? c->v_cache : c->k_cache, t->src.heads = sizes.heads;
+        t->src.data = t->src.data ? (char *)t->src.data + desc->head * t->src.head_stride : NULL;
+        u->dst = t->src;
+        t->src_layer_stride = u->dst_layer_stride = part ? c->v_layer_stride : c->k_layer_stride;
+        t->src_index = u->dst_index = desc->slot, t->src_index_type = u->dst_index_type = desc->slot_type;
+    }
+    return KVPRIM_OK;
+}
+
+/* >>impl_runs ------------------------------------------------------------------------------------------------------ */
+
+typedef struct kvpi_stride {
+    int64_t n, from, to; /* steps, and bytes of each on either side */
+} kvpi_stride;
+
+/* Rows at equal distances, from the first byte of a layer; `zero`: they have no source, and `from` is `to`. */
+typedef struct kvpi_box {
+    int64_t from, to, rows, bytes;
+    int zero, whole;        /* whole: one run of each layer */
+    kvpi_stride strides[4]; /* rows, heads (two), layers */
+} kvpi_box;
+
+typedef struct kvpi_run_list {
+    kvprim_copy_item *items, last;
+    int64_t count, max;
+} kvpi_run_list;
+
+/* Leaves out the strides that have no gaps. Returns whether one run is left of each layer. */
+static int kvpi_join_strides(kvpi_box *b)
+{
+    for (int k = 0; k < 4; k++)
+        if (b->strides[k].n > 1 && b->strides[k].from == b->bytes && b->strides[k].to == b->bytes) {
+            b->bytes *= b->strides[k].n, b->strides[k].n = 1;
+            k = -1; /* another may have no gaps now */
+        }
+    return b->strides[0].n * b->strides[1].n * b->strides[2].n == 1;
+}
+
+static void kvpi_list_box(const kvprim_move *m, kvpi_box *b, kvpi_run_list *list)
+{
+    const kvprim_side src = m->src, dst = m->dst; /* copies: for the compiler, items could be the same memory */
+    kvpi_run_list l = *list;
+    if (b->rows == 0)
+        return;
+    (void)kvpi_join_strides(b);
+    for (int64_t i = 0; i < b->strides[0].n; i++)
+        for (int64_t j = 0; j < b->strides[1].n; j++)
+            for (int64_t k = 0; k < b->strides[2].n; k++)
+                for (int64_t layer = 0; layer < b->strides[3].n; layer++) {
+                    const int64_t at =
+                        b->from + i * b->strides[0].from + j * b->strides[1].from + k * b->strides[2].from;
+                    const char *const from = b->zero ? NULL : kvprim_side_layer(&src, layer) + at;
+                    char *const to = kvprim_side_layer(&dst, layer) + b->to + i * b->strides[0].to +
+                                     j * b->strides[1].to + k * b->strides[2].to;
+                    const int joins = l.count > 0 && (char *)l.last.dst + l.last.bytes == to && !from == !l.last.src &&
+                                      (!from || (const char *)l.last.src + l.last.bytes == from);
+                    l.last.src = joins ? l.last.src : from, l.last.dst = joins ? l.last.dst : to;
+                    l.last.bytes = (joins ? l.last.bytes : 0) + (uint64_t)b->bytes, l.count += !joins;
+                    if (l.count <= l.max)
+                        l.items[l.count - 1] = l.last;
+                }
+    *list = l;
+}
+
+/* Joins rows to the box before, or lists that first. */
+static void kvpi_add_box(const kvprim_move *m, kvpi_box *b, kvpi_box *before, kvpi_run_list *l)
+{
+    if (b->rows == 0)
+        return;
+    const kvprim_side *const d = &m->dst, *const s = b->zero ? d : &m->src;
+    const int64_t s_piece = s->piece_bytes, d_piece = d->piece_bytes, piece = s_piece < d_piece ? s_piece : d_piece;
+    const int64_t ratio = (s_piece + d_piece - piece) / piece; /* pieces of one side in one of the other's */
+    const kvpi_stride strides[4] = {
+        {b->rows, s->table.stride, d->table.stride},
+        {m->row_bytes / piece / ratio, s->table.head_stride * (s_piece == piece ? ratio : 1),
+         d->table.head_stride * (d_piece == piece ? ratio : 1)},
+        {ratio, s_piece == piece ? s->table.head_stride : piece, d_piece == piece ? d->table.head_stride : piece},
+        {m->layers, s->layers ? -1 : s->layer_stride, d->layers ? -1 : d->layer_stride}};
+    memcpy(b->strides, strides, sizeof strides);
+    b->bytes = piece;
+    b->whole = kvpi_join_strides(b);
+    if (before->rows && before->whole && b->whole && before->zero == b->zero &&
+        before->strides[3].n == b->strides[3].n && before->to + before->bytes == b->to &&
+        before->from + before->bytes == b->from) {
+        before->bytes += b->bytes;
+        return;
+    }
+    kvpi_list_box(m, before, l);
+    *before = *b;
+}
+
+static kvprim_status kvpi_list_move(const kvprim_move *m, kvpi_run_list *l)
+{
+    const int64_t s_piece = m->src.piece_bytes, d_piece = m->dst.piece_bytes;
+    kvpi_box now, before;
+    now.rows = before.rows = 0, now.zero = -1;
+    if (m->count == 0)
+        return KVPRIM_OK;
+    if (m->dst.format.dtype || m->dst.device_layers || m->src.device_layers || (s_piece % d_piece && d_piece % s_piece))
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                           "kvprim_runs: a move of %s converts rows, or has device layers or "
+                           "heads that share no piece",
+                           m->names->function);
+    for (int64_t i = 0; i < m->count; i++) {
+        int past = 0;
+        const int64_t d = kvpi_find_number(&m->dst, i, &past), s = kvpi_find_number(&m->src, i, &past);
+        if (d < 0 || (s < 0 && !m->zero))
+            continue;
+        const int64_t to = kvpi_row_offset(&m->dst, d), from = s < 0 ? to : kvpi_row_offset(&m->src, s);
+        const int64_t to_step = m->dst.table.stride, from_step = s < 0 ? to_step : m->src.table.stride;
+        if (now.zero != (s < 0) || to != now.to + now.rows * to_step || from != now.from + now.rows * from_step) {
+            kvpi_add_box(m, &now, &before, l);
+            now.from = from, now.to = to, now.rows = 0, now.zero = s < 0;
+        }
+        now.rows++;
+    }
+    kvpi_add_box(m, &now, &before, l);
+    kvpi_list_box(m, &before, l);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_item *items, int64_t max)
+{
+    kvpi_run_list list;
+    memset(&list, 0, sizeof list);
+    list.items = items, list.max = max;
+    kvprim_status status = KVPRIM_OK;
+    if ((!moves && n > 0) || (!items && max > 0))
+        status = kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_runs: %s is NULL", !moves && n > 0 ? "moves" : "items");
+    for (size_t k = 0; status == KVPRIM_OK && k < n; k++)
+        status = kvpi_list_move(&moves[k], &list);
+    return status == KVPRIM_OK ? list.count : -1;
+}
+#endif /* KVPRIM_NO_LAYOUTS */
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
@@ -4740,12 +5029,15 @@ static int kvpi_is_little(void)
     return first;
 }
 
-/* Compilers know this as one instruction. */
 KVPRIM_INLINE uint64_t kvpi_swapped(uint64_t v)
 {
+#if defined(__GNUC__) || defined(__clang__)
+    return __builtin_bswap64(v);
+#else
     v = (v & 0x00ff00ff00ff00ff) << 8 | (v >> 8 & 0x00ff00ff00ff00ff);
     v = (v & 0x0000ffff0000ffff) << 16 | (v >> 16 & 0x0000ffff0000ffff);
     return v << 32 | v >> 32;
+#endif
 }
 
 KVPRIM_INLINE void kvpi_put_le(uint8_t *p, uint64_t v)
@@ -4814,15 +5106,16 @@ static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, co
 #define KVPRIM_SUM _mm_add_epi32
 typedef __m128i kvpi_words; /* four of a message or a state */
 
-/* Rounds i to i + 3 of a state, and message words i + 16 to i + 19; j: i / 4 % 4, a constant once this is inlined. */
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, int i, const int j)
+/* Rounds 4 * i to 4 * i + 3 of a state, and the words of the message for rounds that are 16 later. */
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const int i)
 {
-    const kvpi_words k = _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + i));
-    const kvpi_words t = _mm_add_epi32(w[j], k), far = _mm_alignr_epi8(w[(j + 3) % 4], w[(j + 2) % 4], 4);
+    const kvpi_words k = _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + 4 * i));
+    const kvpi_words t = _mm_add_epi32(w[i % 4], k), far = _mm_alignr_epi8(w[(i + 3) % 4], w[(i + 2) % 4], 4);
     s[1] = _mm_sha256rnds2_epu32(s[1], s[0], t);
     s[0] = _mm_sha256rnds2_epu32(s[0], s[1], _mm_shuffle_epi32(t, 0x0e));
-    w[j] = _mm_add_epi32(_mm_sha256msg1_epu32(w[j], w[(j + 1) % 4]), far);
-    w[j] = _mm_sha256msg2_epu32(w[j], w[(j + 3) % 4]);
+    if (i < 12)
+        w[i % 4] =
+            _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]), far), w[(i + 3) % 4]);
 }
 
 KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_swap(kvpi_words x)
@@ -4858,11 +5151,12 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 #define KVPRIM_SUM vaddq_u32
 typedef uint32x4_t kvpi_words;
 
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, int i, const int j)
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const int i)
 {
-    const kvpi_words t = vaddq_u32(w[j], vld1q_u32(kvpi_sha_k + i)), before = s[0];
+    const kvpi_words t = vaddq_u32(w[i % 4], vld1q_u32(kvpi_sha_k + 4 * i)), before = s[0];
     s[0] = vsha256hq_u32(s[0], s[1], t), s[1] = vsha256h2q_u32(s[1], before, t);
-    w[j] = vsha256su1q_u32(vsha256su0q_u32(w[j], w[(j + 1) % 4]), w[(j + 2) % 4], w[(j + 3) % 4]);
+    if (i < 12)
+        w[i % 4] = vsha256su1q_u32(vsha256su0q_u32(w[i % 4], w[(i + 1) % 4]), w[(i + 2) % 4], w[(i + 3) % 4]);
 }
 
 KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_load(const uint8_t *p)
@@ -4883,11 +5177,6 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 #endif
 
 #ifdef KVPRIM_SHA
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_read(kvpi_words *w, const uint8_t *p)
-{
-    w[0] = kvpi_sha_load(p), w[1] = kvpi_sha_load(p + 16), w[2] = kvpi_sha_load(p + 32), w[3] = kvpi_sha_load(p + 48);
-}
-
 /* A chain waits for the result of each round: two of them keep the units busy. */
 KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data,
                                              size_t pieces, const int lanes)
@@ -4897,19 +5186,26 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t
     kvpi_sha_begin(t, from[lanes - 1]);
     for (size_t p = 0; p < 64 * pieces; p += 64) {
         const kvpi_words s0 = s[0], s1 = s[1], t0 = t[0], t1 = t[1];
-        kvpi_sha_read(v, data[0] + p);
-        kvpi_sha_read(w, data[lanes - 1] + p);
-        for (int i = 0; i < 64; i += 16) {
-#define KVPRIM_SHA_BOTH(j)                                                                                             \
-    kvpi_sha_rounds(s, v, i + 4 * (j), j);                                                                             \
+        const uint8_t *const a = data[0] + p, *const b = data[lanes - 1] + p;
+        v[0] = kvpi_sha_load(a), v[1] = kvpi_sha_load(a + 16), v[2] = kvpi_sha_load(a + 32),
+        v[3] = kvpi_sha_load(a + 48);
+        w[0] = kvpi_sha_load(b), w[1] = kvpi_sha_load(b + 16), w[2] = kvpi_sha_load(b + 32),
+        w[3] = kvpi_sha_load(b + 48);
+#define KVPRIM_SHA_BOTH(i)                                                                                             \
+    kvpi_sha_rounds(s, v, i);                                                                                          \
     if (lanes == 2)                                                                                                    \
-    kvpi_sha_rounds(t, w, i + 4 * (j), j)
-            KVPRIM_SHA_BOTH(0);
-            KVPRIM_SHA_BOTH(1);
-            KVPRIM_SHA_BOTH(2);
-            KVPRIM_SHA_BOTH(3);
+    kvpi_sha_rounds(t, w, i)
+#define KVPRIM_SHA_FOUR(i)                                                                                             \
+    KVPRIM_SHA_BOTH(i);                                                                                                \
+    KVPRIM_SHA_BOTH(i + 1);                                                                                            \
+    KVPRIM_SHA_BOTH(i + 2);                                                                                            \
+    KVPRIM_SHA_BOTH(i + 3)
+        KVPRIM_SHA_FOUR(0);
+        KVPRIM_SHA_FOUR(4);
+        KVPRIM_SHA_FOUR(8);
+        KVPRIM_SHA_FOUR(12);
+#undef KVPRIM_SHA_FOUR
 #undef KVPRIM_SHA_BOTH
-        }
         s[0] = KVPRIM_SUM(s[0], s0), s[1] = KVPRIM_SUM(s[1], s1);
         t[0] = KVPRIM_SUM(t[0], t0), t[1] = KVPRIM_SUM(t[1], t1);
     }
@@ -4929,37 +5225,31 @@ KVPRIM_SHA static void kvpi_sha_fast(const uint8_t *const *from, uint8_t *const 
 #endif
 
 #ifdef KVPRIM_SHA
-static kvpi_sha_fn *kvpi_sha_pick(void)
-{
-#if defined(KVPRIM_X86)
-    uint32_t r[4], most, sha = 0;
-    kvpi_cpuid(0, r), most = r[0];
-    if (most >= 7)
-        kvpi_cpuid(7, r), sha = r[1] >> 29 & 1;
-    kvpi_cpuid(1, r);
-    return sha & r[2] >> 9 & r[2] >> 19 ? kvpi_sha_fast : kvpi_sha_portable; /* SSSE3, SSE4.1 */
-#elif defined(__ARM_FEATURE_SHA2)
-    (void)kvpi_sha_portable;
-    return kvpi_sha_fast;
-#else
-    return getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : kvpi_sha_portable; /* HWCAP_SHA2 */
-#endif
-}
-
 static kvpi_sha_fn *kvpi_sha; /* once it is picked: a virtual machine takes many microseconds for cpuid */
+#endif
 
-static kvpi_sha_fn *kvpi_sha_picked(void) /* threads that race here all store the same pointer */
-{
-    if (!__atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED))
-        __atomic_store_n(&kvpi_sha, kvpi_sha_pick(), __ATOMIC_RELAXED);
-    return __atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED);
-}
-#else
 static kvpi_sha_fn *kvpi_sha_picked(void)
 {
-    return kvpi_sha_portable;
-}
+    kvpi_sha_fn *sha = kvpi_sha_portable;
+#ifdef KVPRIM_SHA
+    if (__atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED))
+        return __atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED);
+#if defined(KVPRIM_X86)
+    uint32_t r[4], has = 0;
+    kvpi_cpuid(0, r);
+    if (r[0] >= 7)
+        kvpi_cpuid(7, r), has = r[1] >> 29 & 1; /* SHA, and SSSE3 and SSE4.1 */
+    kvpi_cpuid(1, r);
+    sha = has & r[2] >> 9 & r[2] >> 19 ? kvpi_sha_fast : sha;
+#elif defined(__ARM_FEATURE_SHA2)
+    sha = kvpi_sha_fast;
+#else
+    sha = getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : sha; /* HWCAP_SHA2 */
 #endif
+    __atomic_store_n(&kvpi_sha, sha, __ATOMIC_RELAXED); /* threads that race here all store the same pointer */
+#endif
+    return sha;
+}
 
 static const uint8_t kvpi_sha_start[33] = "\x6a\x09\xe6\x67\xbb\x67\xae\x85\x3c\x6e\xf3\x72\xa5\x4f\xf5\x3a"
                                           "\x51\x0e\x52\x7f\x9b\x05\x68\x8c\x1f\x83\xd9\xab\x5b\xe0\xcd\x19";
@@ -5040,10 +5330,10 @@ static int64_t kvpi_blocks_of(const kvprim_keys_desc *d)
    whether a token has 2 bytes or 4. */
 KVPRIM_INLINE uint8_t *kvpi_put_pickled(uint8_t *p, int64_t v)
 {
-    const uint64_t four = v > 0xffff;
+    const uint64_t four = (0xffff - (uint64_t)v) >> 63;
     int bytes = 5;
     if (KVPRIM_LIKELY((uint64_t)v - 256 <= INT32_MAX - 256)) {
-        kvpi_put_le(p, (uint64_t)v << 8 | ('M' - 3 * four)); /* BININT2 'M', BININT 'J' */
+        kvpi_put_le(p, ((uint64_t)v << 8) + 'M' - 3 * four); /* BININT2 'M', BININT 'J' */
         return p + 3 + 2 * four;
     }
     if (v == (int32_t)v) { /* BININT1 'K' */
@@ -5060,9 +5350,9 @@ KVPRIM_INLINE uint8_t *kvpi_put_pickled(uint8_t *p, int64_t v)
 /* type: the upper three bits. */
 KVPRIM_INLINE uint8_t *kvpi_put_cbor(uint8_t *p, uint64_t type, uint64_t u)
 {
-    const uint64_t four = u > 0xffff;
+    const uint64_t four = (0xffff - u) >> 63, swapped = kvpi_swapped(u) >> 24;
     if (KVPRIM_LIKELY(u - 256 <= UINT32_MAX - 256)) {
-        kvpi_put_be(p, (type << 5 | (25 + four)) << 56 | u << (40 - 16 * four));
+        kvpi_put_le(p, (four ? swapped : swapped >> 16) + (type << 5) + 25 + four);
         return p + 3 + 2 * four;
     }
     *p = (uint8_t)(type << 5 | (u < 24 ? u : u < 256 ? 24 : 27));
@@ -5127,16 +5417,18 @@ static int kvpi_has_vbmi2(void)
 }
 #endif
 
-KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t n,
-                                       const int form)
+/* is_narrow and form are constants. */
+KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const kvprim_keys_desc *d, int64_t first, int is_narrow, int form)
 {
+    const int32_t *const narrow = is_narrow ? (const int32_t *)d->tokens + first : NULL;
+    const int64_t *const wide = is_narrow ? NULL : (const int64_t *)d->tokens + first;
     int64_t i = 0;
 #ifdef KVPRIM_X86
     if (kvpi_has_vbmi2())
-        p = kvpi_put_eights(p, narrow, wide, n, form, &i);
+        p = kvpi_put_eights(p, narrow, wide, d->block_tokens, form, &i);
 #endif
-    for (; i < n; i++) {
-        const int64_t v = narrow ? narrow[i] : wide[i];
+    for (; i < d->block_tokens; i++) {
+        const int64_t v = is_narrow ? narrow[i] : wide[i];
         p = form == kvpi_pickle ? kvpi_put_pickled(p, v)
             : v >= 0            ? kvpi_put_cbor(p, 0, (uint64_t)v)
                                 : kvpi_put_cbor(p, 1, (uint64_t)~v);
@@ -5177,15 +5469,13 @@ static uint8_t *kvpi_put_raw(uint8_t *p, const kvprim_keys_desc *d, int64_t firs
     return p;
 }
 
-/* Writes what is hashed for this block, and returns its bytes. */
-static size_t kvpi_key_message(kvpi_chain *c)
+/* Writes what is hashed for the next block, and returns its bytes; `sha`: padded, with the pieces in c->ready. */
+static size_t kvpi_key_message(kvpi_chain *c, int sha)
 {
     const kvprim_keys_desc *const d = c->d;
     const kvprim_key_extra *const extra = c->extra < c->extra_end && c->extra->block == c->written ? c->extra : NULL;
     const int64_t n = d->block_tokens, first = c->written * n;
-    const int32_t *const narrow = d->token_type == KVPRIM_I32 ? (const int32_t *)d->tokens + first : NULL;
-    const int64_t *const wide = narrow ? NULL : (const int64_t *)d->tokens + first;
-    const int number = c->rule->bytes == 8, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
+    const int narrow = d->token_type == KVPRIM_I32, number = c->rule->bytes == 8, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
     uint8_t *const start = c->data + (size_t)(c->written & 1) * c->half, *p = start;
     uint8_t **const hole = &c->hole[c->written & 1];
     if (c->rule->form == kvpi_pickle) {
@@ -5194,7 +5484,7 @@ static size_t kvpi_key_message(kvpi_chain *c)
         p = kvpi_put(*hole, c->parent, c->parent_bytes);
         p[0] = 0x94, p[1] = '('; /* MEMOIZE; MARK, but up to three tokens have a TUPLE of their own */
         p += n > 3 ? 2 : 1;
-        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_pickle) : kvpi_put_tokens(p, NULL, wide, n, kvpi_pickle);
+        p = narrow ? kvpi_put_tokens(p, d, first, 1, kvpi_pickle) : kvpi_put_tokens(p, d, first, 0, kvpi_pickle);
         p[0] = (uint8_t)(n > 3 ? 't' : 0x84 + n), p[1] = 0x94, p[2] = 'N';
         p = extra ? kvpi_put(p + 2, extra->data, (size_t)extra->bytes) : p + 3;
         p[0] = 0x87, p[1] = 0x94, p[2] = '.', p += 3; /* TUPLE3 */
@@ -5203,7 +5493,7 @@ static size_t kvpi_key_message(kvpi_chain *c)
         *p++ = 0x83; /* an array of three */
         p = kvpi_put_cbor(p, number ? 0 : 2, number ? kvpi_get_be(c->parent) : c->parent_bytes);
         p = kvpi_put_cbor(kvpi_put(*hole = p, c->parent, number ? 0 : c->parent_bytes), 4, (uint64_t)n);
-        p = narrow ? kvpi_put_tokens(p, narrow, NULL, n, kvpi_cbor) : kvpi_put_tokens(p, NULL, wide, n, kvpi_cbor);
+        p = narrow ? kvpi_put_tokens(p, d, first, 1, kvpi_cbor) : kvpi_put_tokens(p, d, first, 0, kvpi_cbor);
         *p = number ? 0x80 : 0xf6; /* an empty tuple, or None */
         p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : p + 1;
     } else {
@@ -5216,6 +5506,8 @@ static size_t kvpi_key_message(kvpi_chain *c)
     }
     if (extra && c->extra == extra)
         c->extra++;
+    if (sha)
+        c->ready[c->written & 1] = kvpi_sha_pad(start, (size_t)(p - start), (uint64_t)(p - start));
     c->written++;
     return (size_t)(p - start);
 }
@@ -5259,7 +5551,7 @@ static void kvpi_keys_xxh3(kvpi_chain *c)
         uint8_t *const p = c->data;
         if (own) /* not through memory: a processor cannot forward two stores to one load */
             kvpi_put_be(p, high), kvpi_put_be(p + 8, low);
-        const size_t bytes = own ? (size_t)(kvpi_put_raw(p + 16, c->d, c->block * n, n) - p) : kvpi_key_message(c);
+        const size_t bytes = own ? (size_t)(kvpi_put_raw(p + 16, c->d, c->block * n, n) - p) : kvpi_key_message(c, 0);
         if (c->rule->bytes == 16) {
             const XXH128_hash_t hash = XXH3_128bits(p, bytes);
             high = hash.high64, low = hash.low64;
@@ -5274,15 +5566,6 @@ static void kvpi_keys_xxh3(kvpi_chain *c)
 #else
     (void)c;
 #endif
-}
-
-/* Writes a message. Its parent is not known yet if the block before is hashed meanwhile. */
-static void kvpi_sha_write(kvpi_chain *c)
-{
-    const int side = c->written & 1;
-    uint8_t *const start = c->data + (size_t)side * c->half;
-    const size_t bytes = kvpi_key_message(c);
-    c->ready[side] = kvpi_sha_pad(start, bytes, bytes);
 }
 
 /* Ends a block that has been read, and begins the next one, of the next request if need be. 0 when all are done. */
@@ -5304,12 +5587,12 @@ static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvp
             kvpi_begin_chain(c, d);
     }
     if (c->written == c->block)
-        kvpi_sha_write(c);
+        (void)kvpi_key_message(c, 1);
     c->at = c->data + (size_t)(c->block & 1) * c->half, c->pieces = c->ready[c->block & 1];
     c->from = kvpi_sha_start, c->to = c->state;
     if (c->half && c->written < c->blocks) { /* while this block is hashed; its key goes there, where a parent does */
         c->parent = kvpi_sha_start, c->parent_bytes = (size_t)c->rule->bytes;
-        kvpi_sha_write(c);
+        (void)kvpi_key_message(c, 1);
         c->to = c->hole[(c->block + 1) & 1];
     }
     return 1;

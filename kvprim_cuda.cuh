@@ -157,14 +157,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    - The copy engine moves transfers without an index or gaps between pages or heads (gaps between rows only if these
      have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more. It
      takes no multiprocessor.
-   - If max_sms is 0, others run on 2 multiprocessors, pieces of less than 2 KB on 4, and what does not begin and end at
-     multiples of 16 bytes on 8. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. Rows or pieces of
-     less than 2 KB that are no multiple of 128 bytes reach about half, except where they follow each other on one side:
-     those of all layers (a page of all layers in host memory, say) or of one row. They run on 2, and 61 layers of 656
-     bytes reach 0.94.
-   - A kernel limited by memory takes 1.01 to 1.09 times as long beside two of them, 1.27 to 1.37 where these write to
-     the host beside a reader at 4.6 TB/s, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other kernels slow
-     the transfer too much, max_sms = 4 to 8 keeps the link filled. */
+   - If max_sms is 0, others run with 128 to 512 threads on each of 4 to 8 multiprocessors, and with more threads on 8
+     if their rows or pieces do not begin and end at multiples of 16 bytes or have only 16. With rows of 1 KB and more
+     they reach 0.93 to 0.95 of the copy engine; rows or pieces of less than 2 KB that are no multiple of 128 bytes
+     about half, except where they follow each other on one side: those of all layers (a page of all layers in host
+     memory, say) or of one row. 61 layers of 656 bytes reach 0.94. Both directions at once move 72 to 81 GB/s in sum.
+   - Beside such a transfer a kernel of arithmetic takes 1.07 to 1.15 times as long. A kernel limited by memory takes
+     1.01 to 1.02 times as long if rows of 4 KB go to the host, which then get 20 GB/s, and 1.15 if they come from
+     there, at 38 GB/s. max_sms = 8 takes all threads of 8 multiprocessors: 50 GB/s, and 1.5 to 1.8 times as long
+     (H200). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
@@ -384,13 +385,13 @@ static __device__ inline void kvprim_warp_zero(void *to, size_t bytes)
 
 /* Measured on an H200; the functions that use them say why. */
 enum {
-    kvpc_threads = 128,             /* per block, of moves on the whole GPU */
-    kvpc_most_threads = 256,        /* at most, of plain rows */
-    kvpc_grid_rows = 1024,          /* blocks of gridDim.y if gridDim.z > 1; CUDA takes 65,535 of each */
-    kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
-    kvpc_link_sms = 2,              /* see kvpc_crosses_link */
-    kvpc_link_short_sms = 4,        /* of pieces of less than 2 KB */
-    kvpc_link_unaligned_sms = 8,    /* of any alignment: on two, rows of 1,000 bytes move 8 to 16 GB/s, on 8 29 to 40 */
+    kvpc_threads = 128,          /* per block, of moves on the whole GPU */
+    kvpc_most_threads = 256,     /* at most, of plain rows */
+    kvpc_grid_rows = 1024,       /* blocks of gridDim.y if gridDim.z > 1; CUDA takes 65,535 of each */
+    kvpc_few_sms_threads = 1024, /* at most, of moves on few multiprocessors */
+    kvpc_link_sms = 8,           /* these three: see kvpc_on_link */
+    kvpc_link_few_sms = 4,
+    kvpc_link_threads = 256,
     kvpc_unaligned_threads = 512,   /* at most, of moves of any alignment */
     kvpc_unpack_threads = 256,      /* of unpack */
     kvpc_unpack_most_threads = 512, /* ... with max_sms */
@@ -2552,7 +2553,7 @@ static kvprim_status kvpc_checked(kvprim_status status)
 typedef struct kvpc_call {
     const char *function;
     kvprim_cuda_launch launch; /* pdl only where it has an effect */
-    bool link;                 /* all moves are transfers over PCIe: see kvpc_crosses_link */
+    bool link, to_host;        /* all moves are transfers over PCIe: see kvpc_crosses_link; the last one to the host */
     bool chosen;               /* max_sms is kvpc_link_sms, not the caller's */
 } kvpc_call;
 
@@ -2659,7 +2660,7 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
 /* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose
    memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. False if CUDA does not
    know. NULL: memory that only the GPU knows; taken for its own. */
-static bool kvpc_is_link(const void *dst, const void *src)
+static bool kvpc_is_link(const void *dst, const void *src, bool *to_host)
 {
     const cudaMemoryType host = cudaMemoryTypeHost, gpu = cudaMemoryTypeDevice;
     cudaPointerAttributes a = {}, b = {};
@@ -2669,6 +2670,7 @@ static bool kvpc_is_link(const void *dst, const void *src)
         (src && !kvpc_succeeds(cudaPointerGetAttributes(&b, src))) ||
         !((a.type == host && b.type == gpu) || (a.type == gpu && b.type == host)))
         return false;
+    *to_host = a.type == host;
     return kvpc_succeeds(
                cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, dst ? a.device : b.device)) &&
            !nvlink;
@@ -2733,7 +2735,7 @@ static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, cons
     if (l.reserved)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
                            function);
-    *call = kvpc_call{function, l, false, false};
+    *call = kvpc_call{function, l, false, false, false};
     call->launch.pdl = l.pdl && kvpc_has_pdl();
     return KVPRIM_OK;
 }
@@ -3484,14 +3486,25 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(con
     return kvpc_start(call, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p);
 }
 
-/* The call on as many multiprocessors as such units need over the link, unless the caller has chosen them. */
-static kvpc_call kvpc_on_link(const kvpc_call *call, uint64_t unit, bool aligned)
+/* The call on as many multiprocessors as such units need over the link, unless the caller has chosen them, and the
+   most threads on each. Few threads on several leave room for blocks of other kernels: a kernel of arithmetic takes
+   1.09 times as long beside them, and 2 times beside 1,024 threads on two. Stores to the host that the link cannot take
+   queue up in front of all other memory accesses, reads of the host too. So no more threads store than fill the link:
+   with 5 multiprocessors 4 KB rows move 79 GB/s in sum in both directions at once, with 6 of them 69 (H200). */
+static kvpc_call kvpc_on_link(const kvpc_call *call, uint64_t unit, bool aligned, uint32_t *most_threads)
 {
+    const bool whole_pages = unit >= 16384;
     kvpc_call start = *call;
-    if (call->chosen)
-        start.launch.max_sms = !aligned || unit <= 16 ? kvpc_link_unaligned_sms
-                               : unit < 2048          ? kvpc_link_short_sms
-                                                      : kvpc_link_sms;
+    *most_threads = kvpc_few_sms_threads;
+    if (!call->chosen || !aligned || unit <= 16)
+        return start;
+    if (call->to_host) {
+        *most_threads = kvpc_link_threads / 2;
+        start.launch.max_sms = whole_pages ? kvpc_link_few_sms : unit >= 2048 ? kvpc_link_few_sms + 1 : kvpc_link_sms;
+    } else {
+        *most_threads = whole_pages ? kvpc_link_threads * 2 : kvpc_link_threads;
+        start.launch.max_sms = whole_pages ? kvpc_link_few_sms : kvpc_link_sms;
+    }
     return start;
 }
 
@@ -3512,13 +3525,13 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
     }
     const bool aligned = bits % 16 == 0, few = call->launch.max_sms > 0;
     const uint32_t shift = kvpc_lanes_shift(call, unit, aligned), lanes = 1u << shift;
-    const kvpc_call start = kvpc_on_link(call, unit, aligned);
+    uint32_t most_threads;
+    const kvpc_call start = kvpc_on_link(call, unit, aligned, &most_threads);
     p->pdl = call->launch.pdl != 0;
     kvpc_cut(p, p->task, p->tasks, shift, !aligned ? kvpc_any_loads : few ? few_loads : kvpc_once_loads);
     if (!aligned)
         return kvpc_start_groups(&start, kvpc_move_any_kernel<uint32_t, params>, kvpc_unaligned_threads, lanes, p);
-    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<true, few_loads, params>, kvpc_few_sms_threads, lanes,
-                                   p)
+    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<true, few_loads, params>, most_threads, lanes, p)
                : kvpc_start_groups(&start, kvpc_move_kernel<true, params>, kvpc_threads, lanes, p);
 }
 
@@ -3536,19 +3549,14 @@ static void kvpc_join_rows(kvprim_move *m)
 }
 
 /* Whether a move is a transfer between pinned host memory and a GPU of 64 KB or more. A shorter one takes about 1 us,
-   and asking CUDA where its memory is takes 0.3 us. Unless max_sms says otherwise, it runs on kvpc_link_sms
-   multiprocessors:
-   - Two fill the link. With more, stores to the host queue up in front of all other memory accesses, and kernels beside
-     them take much longer (>>gpu_move has the figures).
-   - The transfer's threads take all registers of a multiprocessor. With fewer of them, blocks of another kernel would
-     fit beside them and be slowed. */
-static bool kvpc_crosses_link(const kvprim_move *m)
+   and asking CUDA where its memory is takes 0.3 us. */
+static bool kvpc_crosses_link(const kvprim_move *m, bool *to_host)
 {
     const uint64_t least_bytes = 64 << 10;
     const void *const dst = kvprim_side_layer(&m->dst, 0), *const src = kvprim_side_layer(&m->src, 0);
     return m->names->dst_index && m->names->src_index && m->count > 0 &&
            (uint64_t)m->count * (uint64_t)m->row_bytes >= least_bytes / (uint64_t)m->layers && (dst || src) &&
-           kvpc_is_link(dst, src);
+           kvpc_is_link(dst, src, to_host);
 }
 
 /* Whether a side's rows can be one copy of two dimensions, which is as fast as one of a single run if rows have 512
@@ -3725,8 +3733,9 @@ static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move 
     const bool aligned = kvpc_fill_listed(call, m, slice, &p);
     kvpc_cut(&p, &p.task, 1, kvpc_lanes_shift(call, p.task.unit_bytes, aligned),
              few ? kvpc_few_loads : kvpc_once_loads);
-    const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned);
-    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<false, kvpc_few_loads, params>, kvpc_few_sms_threads,
+    uint32_t most_threads;
+    const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned, &most_threads);
+    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<false, kvpc_few_loads, params>, most_threads,
                                    1u << p.lanes_shift, &p)
                : kvpc_start_groups(&start, kvpc_move_kernel<false, params>, kvpc_threads, 1u << p.lanes_shift, &p);
 }
@@ -3738,9 +3747,8 @@ static kvprim_status kvpc_start_wide(const kvpc_call *call, const kvprim_move *m
     params p;
     const bool aligned = kvpc_fill_listed(call, m, slice, &p);
     kvpc_cut(&p, &p.task, 1, kvpc_lanes_shift(call, p.task.unit_bytes, aligned), kvpc_any_loads);
-    const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned);
-    return kvpc_start_groups(&start, kvpc_move_any_kernel<uint64_t, params>, kvpc_unaligned_threads,
-                             1u << p.lanes_shift, &p);
+    return kvpc_start_groups(call, kvpc_move_any_kernel<uint64_t, params>, kvpc_unaligned_threads, 1u << p.lanes_shift,
+                             &p);
 }
 
 /* Chunks of so many rows, or somewhat more: a part has 256 bytes or more, or is a unit. 2^31 if 31 bits do not count
@@ -3910,12 +3918,14 @@ static bool kvpc_plan_lines(const kvpc_call *call, const kvprim_move *m, kvpc_li
 /* Returns whether kvpc_lines_kernel takes the move. */
 static bool kvpc_run_lines(const kvpc_call *call, const kvprim_move *m, kvprim_status *status)
 {
-    const uint64_t limit = (uint64_t)call->launch.max_sms, warps = kvpc_few_sms_threads / 32;
+    uint32_t threads;
     kvpc_lines p;
     if (!kvpc_plan_lines(call, m, &p))
         return false;
+    const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, true, &threads);
+    const uint64_t limit = (uint64_t)start.launch.max_sms, warps = threads / 32;
     const uint64_t wanted = (p.total + warps - 1) / warps;
-    *status = kvpc_start(call, kvpc_lines_kernel, (uint32_t)(wanted < limit ? wanted : limit), kvpc_few_sms_threads, p);
+    *status = kvpc_start(&start, kvpc_lines_kernel, (uint32_t)(wanted < limit ? wanted : limit), threads, p);
     return true;
 }
 
@@ -4464,7 +4474,6 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
     (void)kvpc_fill_listed(call, m, slice, &p);
     p.how = kvpc_change_of(m, slice->layer, &p.task.dst, &p.task.src);
     kvpc_cut_conversion(call, kvpc_is_packed(m), &p);
-    const kvpc_call start = kvpc_on_link(call, 0, false);
     const uint32_t lanes = 1u << p.lanes_shift;
     if (kvpc_is_packed(m)) {
 #ifdef KVPRIM_NO_FOUR_BIT
@@ -4473,11 +4482,11 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
 #else
         p.how.step = (uintptr_t)(p.how.quantises ? m->dst : m->src).format.tensor_scale;
         /* one kernel for all sizes: it takes 50 KB */
-        return kvpc_start_groups(&start, kvpc_convert_kernel<uint64_t, few, true>, few, lanes, &p);
+        return kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, true>, few, lanes, &p);
 #endif
     }
-    return narrow ? kvpc_start_groups(&start, kvpc_convert_kernel<uint32_t, many, false>, many, lanes, &p)
-                  : kvpc_start_groups(&start, kvpc_convert_kernel<uint64_t, few, false>, few, lanes, &p);
+    return narrow ? kvpc_start_groups(call, kvpc_convert_kernel<uint32_t, many, false>, many, lanes, &p)
+                  : kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, false>, few, lanes, &p);
 }
 
 /* With parameters of one size: rows of a host's index that convert are few, or of many layers, and then launches take
@@ -4576,7 +4585,7 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     KVPRIM_TRY(kvpc_check_memory(function, moves, n));
     call.link = true;
     for (size_t k = 0; k < n && call.link; k++)
-        call.link = kvpc_crosses_link(&moves[k]);
+        call.link = kvpc_crosses_link(&moves[k], &call.to_host);
     call.chosen = call.link && call.launch.max_sms == 0;
     if (call.chosen)
         call.launch.max_sms = kvpc_link_sms;
@@ -5081,6 +5090,26 @@ static bool kvpc_is_one(const kvpc_unpack_job *job)
            job->call->launch.max_sms == 0 && (job->left == 1 || (src->step == src_step && dst->step == step));
 }
 
+/* Lets CUDA copy up to 3 fragments between pinned host memory and a GPU, and returns whether it does: from the call to
+   the end of its work each takes 1 to 4 us less than a kernel, up to 1 MB. Of three only to the host. As in
+   kvpc_copy_layers, what follows in a stream or graph begins 1 to 2 us later, so graphs and dependent launches keep the
+   kernel. If CUDA refuses one, a kernel copies all. */
+static bool kvpc_copy_few(const kvpc_call *call, const kvpc_unpack_job *job)
+{
+    const kvpc_list *const l = &job->list;
+    const kvpc_fragment *const f = l->fragments;
+    bool to_host = false;
+    if (l->count > 3 || job->zeros || call->launch.pdl || call->launch.max_sms > 0 ||
+        !kvpc_is_link((void *)(uintptr_t)(l->dst + f->dst), (void *)(uintptr_t)(l->src + f->src), &to_host) ||
+        (l->count == 3 && !to_host) || kvpc_is_captured(call))
+        return false;
+    for (uint64_t i = 0; i < l->count; i++)
+        if (f[i].bytes && !kvpc_copy_rows(call, (void *)(uintptr_t)(l->dst + f[i].dst), 0,
+                                          (void *)(uintptr_t)(l->src + f[i].src), 0, (int64_t)f[i].bytes, 1))
+            return false;
+    return true;
+}
+
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_job *job)
 {
     /* From here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200). So are its zeros: 64 KB take 0.96
@@ -5090,7 +5119,7 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
     job->call = call;
     job->started = false;
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
-    if (job->bytes.any == 0)
+    if (job->bytes.any == 0 || kvpc_copy_few(call, job))
         return KVPRIM_OK;
     if (job->bytes.any > kvpc_most_bytes || kvpc_is_mergeable(job))
         kvpc_survey(job, true);
@@ -5215,7 +5244,8 @@ static uint32_t kvpc_meta_grid(const kvpc_call *call, const kvprim_unpack_meta_d
 /* As many ranges as make the shares equal. */
 static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *d)
 {
-    const bool link = kvpc_is_link(NULL, d->meta),
+    bool to_host = false;
+    const bool link = kvpc_is_link(NULL, d->meta, &to_host),
                few = d->max_count <= kvpc_meta_few && !call->launch.max_sms && !link;
     const uint32_t threads = few ? kvpc_meta_few_threads : kvpc_meta_threads, max_count = (uint32_t)d->max_count;
     const uint32_t blocks = kvpc_meta_grid(call, d, threads, link), most = link ? 1u << kvpc_meta_link_shift : threads;

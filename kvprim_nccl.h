@@ -166,7 +166,11 @@ typedef struct kvprim_comm_desc {
        enqueued; these tensors must be aligned to 16 bytes on every rank or on none */
     int32_t nccl_window;
     int32_t init_timeout_ms; /* how long init waits for other ranks, all its waits together; 0: ten minutes */
-    int32_t padding;         /* must be 0 */
+    /* 1: own kernels let the kernel after them start early, if that is launched with programmatic dependent launch. The
+       caller promises that each such kernel waits (griddepcontrol.wait, cudaGridDependencySynchronize) before it
+       touches memory, as kvprim's own do. NCCL's may not: see nccl_window. What starts early holds multiprocessors while
+       it waits, so ranks must not share a GPU. On sm_90 and newer, without no_pdl */
+    int32_t launch_dependents;
     /* an NCCL communicator of the caller's with these ranks, which kvprim_comm_destroy and _abort do not end, nor its
        collectives. It must live until destroy is called or abort has returned. NULL: init makes one */
     struct ncclComm *nccl;
@@ -218,6 +222,7 @@ typedef struct kvprim_comm {
     struct CUstream_st *checked_stream; /* the last one that was found to be on the right device */
     char description[1016];             /* with the next two fields 1,024 bytes */
     int32_t clusters;                   /* 1: blocks of own kernels can form clusters, on all ranks */
+    int32_t trigger;                    /* 1: own kernels let what follows them start early */
     int32_t link;                       /* the slowest between two ranks: kvpn_link */
 
     const struct kvprim_comm *self; /* itself from init to destroy; init's copy ends before this field */
@@ -347,7 +352,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
        s = send of rank 0 + send of rank 1 + ...    in fp32, in the order of the ranks, rounded to dtype
        r = s + residual                             in fp32, rounded to dtype; without a residual, r = s
        y = r * (1 / sqrt(mean(r * r) + eps)) * weight    in fp32, from left to right, rounded to dtype
-       q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
+       q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it; the scale
+                                                    is of the tensor, of the token, or of 128 elements of it
 
    1 / sqrt is rounded once, to nearest. The squares are added in an order that depends on `hidden` alone (see
    kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
@@ -379,10 +385,18 @@ typedef struct kvprim_norm_desc {
     float *scale;            /* with quantised: one element, read; or one of each token, written; aligned to 4 bytes */
     int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, scale_min); NaN does not
                                 count, infinity counts as the largest finite fp32 */
-    float scale_min;         /* with scale_per_token: 2^-126 to 2^127; 0: 2^-126 */
+    float scale_min;         /* with scale_per_token or scale_group: 2^-126 to 2^127; 0: 2^-126 */
     int32_t weight_plus_one; /* 1: multiplies by weight + 1, rounded to fp32, not to dtype (Gemma) */
-    int32_t padding;         /* must be 0 */
-    int64_t reserved[2];     /* must be 0 */
+    /* 128: a scale of each group of 128 elements, as scale_per_token makes one; hidden is a multiple of 128. Group g of
+       token t has scale[t * scale_stride + g * scale_group_stride], both in elements; 0: rows of groups, one after
+       another. So scale_stride 1 and scale_group_stride = tokens, or more, lay out columns, as DeepGEMM reads */
+    int32_t scale_group;
+    int64_t scale_stride, scale_group_stride;
+    int32_t scale_power_of_two; /* with scale_group, 1: scales are rounded up to powers of two */
+    kvprim_dtype scale_dtype; /* of groups: 0 or KVPRIM_F32, or KVPRIM_F8E8M0: the exponents of such powers, of 4 groups
+                                   in a word of 32 bits, the first in the lowest byte; the strides then count words,
+                                   from 4 groups to the next */
+    int64_t reserved;         /* must be 0 */
 } kvprim_norm_desc;
 
 /* A collective. Outputs must not overlap each other, the weight or the inputs, except as said above, and then with the
@@ -391,7 +405,7 @@ typedef struct kvprim_norm_desc {
    a sum and a kernel that follows, in parts of 8 MB. Where they are off (kvprim_comm_describe), NCCL sums: the same,
    except for the order of the sum and its rounding.
    Errors: those of kvprim_all_reduce, and NULL (desc), SIZE (tokens, hidden, strides), ARGUMENT (dtype, eps,
-   scale_min, flags, padding, reserved, a scale without quantised, an open group), UNSUPPORTED (the implementation has
+   scale_min, flags, groups, reserved, a scale without quantised, an open group), UNSUPPORTED (the implementation has
    no kernels for it: it was compiled without nvcc, or with KVPRIM_NO_KERNELS or KVPRIM_NO_NORM). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
                                                                struct CUstream_st *stream);
@@ -572,6 +586,9 @@ enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 /* Why a rank stopped: the kind, the rank that stopped first << 8, and the rank that one waited for << 16. */
 enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 
+/* Elements of a scale_group, and the packs that they are. */
+enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
+
 #define KVPRIM_ELEMENTS /* kvprim.h's >>impl_elements, once for each unit */
 #include "kvprim.h"
 #undef KVPRIM_ELEMENTS
@@ -639,6 +656,7 @@ typedef struct kvpn_params {
     uint64_t pitch;       /* of reduce_scatter: bytes from one rank's part to the next one's, in send */
     uint32_t packs;       /* of the tensor */
     uint32_t what, signs; /* with kvpn_any: the op, the type and the way, see above; a word of -0.0 */
+    uint32_t trigger;     /* 1: the kernel that follows may start */
     uint32_t *stop;       /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
     double per_rank; /* with kvpn_any: 1 / world */
@@ -1814,12 +1832,17 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
 
-/* Called before the first access of memory. No kernel here lets its successor start early: that may be one of NCCL's,
-   and some of these (2.28 to 2.30.6) read what precedes them in the stream without waiting for it. */
-KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(void)
+/* Called before the first access of memory. A kernel lets its successor start early only if the caller has promised
+   that this waits: it may be one of NCCL's, and some of these (2.28 to 2.30.6) read what precedes them in the stream
+   without waiting for it. */
+KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(const kvpn_params &p)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (p.trigger)
+        asm volatile("griddepcontrol.launch_dependents;");
+#else
+    (void)p;
 #endif
 }
 
@@ -1838,7 +1861,7 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
 template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Params &p)
 {
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
-    kvpn_wait_for_predecessor();
+    kvpn_wait_for_predecessor(p);
     way::begin(p, me);
     if (!way::turn_last)
         kvpn_end_turn(p, me);
@@ -1885,8 +1908,18 @@ struct kvpn_norm_params : kvpn_params { /* block_packs: tokens of a block */
     char *sum, *residual_out, *out, *quantised;
     int64_t sum_stride, residual_out_stride, out_stride, quantised_stride;
     float part_of_hidden, eps, scale_min; /* part_of_hidden: 1 / hidden */
-    uint32_t weight_plus_one, scale_per_token;
+    uint32_t weight_plus_one, scales;     /* scales: a kvpn_norm_scales */
     uint32_t share_bits; /* 2^share_bits blocks share a token, and block_packs are the tokens of all of them */
+    int64_t scale_stride, scale_group_stride;
+};
+
+/* What has a scale: the tensor, each token, or each group; of groups as fp32, powers of two in fp32, or exponents. */
+enum kvpn_norm_scales {
+    kvpn_of_tensor,
+    kvpn_of_token,
+    kvpn_of_groups,
+    kvpn_of_groups_powers,
+    kvpn_of_groups_exponents
 };
 
 enum {
@@ -1987,7 +2020,7 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_prepare(const kvpn_norm_params &p, const kvpn_
                             ? kvpn_norm_load<form>(p, me, p.residual, t.token, p.residual_stride, k)
                             : uint4{0, 0, 0, 0};
     }
-    t.scale = kvpn_norm_is<form>::quantised(p) && !p.scale_per_token ? *p.scale : 0;
+    t.scale = kvpn_norm_is<form>::quantised(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
 }
 
 /* r from s, and the squares. */
@@ -2037,22 +2070,27 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn
     }
 }
 
-/* The bits of the thread's largest |y|. */
+/* The bits of the largest |y| of a pack and of `most`. */
+template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(uint32_t most, uint4 y)
+{
+    float f[8];
+    kvpn_split_pack<T>(y, f);
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 8; e++)
+        most = kvpi_tile_most(most, f[e]);
+    return most;
+}
+
+/* ... of all packs of the thread. */
 template <class T, kvpn_norm_form form>
 KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(const kvpn_norm_params &p, const kvpn_thread &me,
                                            const kvpn_norm_token<form> &t)
 {
     uint32_t most = 0;
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        float f[8];
-        if (!kvpn_norm_has<form>(p, me, k))
-            continue;
-        kvpn_split_pack<T>(t.r[k], f);
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            most = kvpi_tile_most(most, f[e]);
-    }
+    for (uint32_t k = 0; k < t.packs; k++)
+        if (kvpn_norm_has<form>(p, me, k))
+            most = kvpn_norm_most<T>(most, t.r[k]);
     return most;
 }
 
@@ -2074,26 +2112,39 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
     }
 }
 
-/* q from y. most: of the whole token, if it has a scale of its own. */
+/* Of the thread's pack k, if its token or group has one. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_write_scale(const kvpn_norm_params &p, uint32_t token, uint32_t pack, float scale)
+{
+    const uint32_t group = pack / kvpn_norm_group_packs;
+    char *const row = (char *)p.scale + token * p.scale_stride;
+    if (p.scales == kvpn_of_tensor || pack % kvpn_norm_group_packs || (p.scales == kvpn_of_token && pack))
+        return;
+    if (p.scales == kvpn_of_groups_exponents)
+        row[group / 4 * p.scale_group_stride + group % 4] = (char)(kvpi_bits_of(scale) >> 23);
+    else
+        *(float *)(row + group * p.scale_group_stride) = scale;
+}
+
+/* q from y. most: of each pack's token or group, if that has a scale of its own. */
 template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t most,
+KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, const uint32_t *most,
                                            const kvpn_norm_token<form> &t)
 {
-    float scale = t.scale;
-    if (p.scale_per_token)
-        scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most), 448.0f), p.scale_min, 0);
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < t.packs; k++) {
-        float f[8];
+        const uint32_t pack = kvpn_norm_pack(me, k);
+        float f[8], scale = t.scale;
         if (!kvpn_norm_has<form>(p, me, k))
             continue;
+        if (p.scales != kvpn_of_tensor)
+            scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most[k]), 448.0f), p.scale_min,
+                                    p.scales >= kvpn_of_groups_powers);
         kvpn_split_pack<T>(t.r[k], f);
         kvpn_norm_divide(f, scale);
-        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[kvpn_norm_pack(me, k)] =
+        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack] =
             uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
+        kvpn_norm_write_scale(p, t.token, pack, scale);
     }
-    if (p.scale_per_token && me.thread == 0)
-        p.scale[t.token] = scale;
 }
 
 /* s from memory, and what else a token needs. */
@@ -2406,21 +2457,39 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest_of_warp(uint32_t most)
     return most;
 }
 
-/* The largest of all threads' bits. */
+/* The largest of all threads' bits, for each pack. */
 template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
-                                              uint32_t most)
+KVPRIM_NCCL_DEVICE void kvpn_norm_largest(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
+                                          uint32_t largest, uint32_t *most)
 {
     const uint32_t at = me.thread % kvpn_norm_lanes;
     float found[kvpn_norm_is<form>::packs];
-    most = kvpn_norm_largest_of_warp(most);
+    largest = kvpn_norm_largest_of_warp(largest);
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
-        found[k] = __uint_as_float(most);
+        found[k] = __uint_as_float(largest);
     kvpn_norm_meet<form>(p, me, groups, found);
-    return kvpn_norm_largest_of_warp(kvpn_norm_is<form>::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]),
-                                                                                   __float_as_uint(groups[2 * at + 1]))
-                                                                    : __float_as_uint(groups[at]));
+    largest =
+        kvpn_norm_largest_of_warp(kvpn_norm_is<form>::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]),
+                                                                                __float_as_uint(groups[2 * at + 1]))
+                                                                 : __float_as_uint(groups[at]));
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
+        most[k] = largest;
+}
+
+/* The same of each of the thread's packs' groups. A warp has whole groups. */
+template <class T, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_largest_of_groups(const kvpn_norm_params &p, const kvpn_thread &me,
+                                                    const kvpn_norm_token<form> &t, uint32_t *most)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++) {
+        most[k] = kvpn_norm_has<form>(p, me, k) ? kvpn_norm_most<T>(0, t.r[k]) : 0;
+        KVPRIM_NCCL_UNROLL
+        for (int distance = 1; distance < kvpn_norm_group_packs; distance *= 2)
+            most[k] = kvpn_max_u32(most[k], __shfl_xor_sync(0xffffffff, most[k], distance));
+    }
 }
 
 /* Empties what no warp will write: there may be fewer warps than kvpn_norm_total reads of. In a cluster, another block
@@ -2445,13 +2514,15 @@ template <class T, kvpn_norm_form form>
 KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_thread &me,
                                          kvpn_norm_meeting<form> &meeting, uint32_t &meetings, kvpn_norm_token<form> &t)
 {
-    uint32_t most = 0;
+    uint32_t most[kvpn_norm_is<form>::packs] = {};
     kvpn_norm_add<T>(p, me, t);
     kvpn_norm_multiply<T>(p, me, kvpn_norm_total(p, me, meeting.found[meetings++ % 2], t), t);
     if (!kvpn_norm_is<form>::quantised(p))
         return;
-    if (p.scale_per_token)
-        most = kvpn_norm_largest<form>(p, me, meeting.found[meetings++ % 2], kvpn_norm_most<T>(p, me, t));
+    if (p.scales == kvpn_of_token)
+        kvpn_norm_largest<form>(p, me, meeting.found[meetings++ % 2], kvpn_norm_most<T>(p, me, t), most);
+    else if (p.scales != kvpn_of_tensor)
+        kvpn_norm_largest_of_groups<T>(p, me, t, most);
     kvpn_norm_quantise<T>(p, me, most, t);
 }
 
@@ -2464,7 +2535,7 @@ static __global__ __launch_bounds__(kvpn_max_threads,
     const kvpn_thread me = {blockIdx.x, 0, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
     kvpn_norm_token<kvpn_norm_alone> t;
     uint32_t meetings = 0;
-    kvpn_wait_for_predecessor();
+    kvpn_wait_for_predecessor(p);
     kvpn_norm_begin(p, me, t);
     kvpn_norm_clear(p, me, meeting);
     kvpn_norm_finish<T>(p, me, meeting, meetings, t);
@@ -2485,7 +2556,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     kvpn_few_later<max_ranks> later;
     uint32_t meetings = 0;
     const bool in_cluster = form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
-    kvpn_wait_for_predecessor();
+    kvpn_wait_for_predecessor(p);
     if (in_cluster) {
         kvpn_cluster_arrive(true);
         me.thread += (me.block & ((1u << p.share_bits) - 1)) * me.threads;
@@ -2605,8 +2676,8 @@ enum {
 #if UINTPTR_MAX == UINT64_MAX
 static_assert(sizeof(kvprim_comm_id) == 128, "kvprim_comm_id");
 static_assert(sizeof(kvprim_comm_desc) == 248, "kvprim_comm_desc");
-static_assert(sizeof(kvprim_comm) == 1432, "kvprim_comm");
-static_assert(sizeof(kvprim_norm_desc) == 168, "kvprim_norm_desc");
+static_assert(sizeof(kvprim_comm) == 1440, "kvprim_comm");
+static_assert(sizeof(kvprim_norm_desc) == 184, "kvprim_norm_desc");
 static_assert(sizeof(kvprim_ring_desc) == 48, "kvprim_ring_desc");
 static_assert(sizeof(kvprim_ring) == 592, "kvprim_ring");
 #endif
@@ -3060,9 +3131,9 @@ static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_
                   {"max_sms", desc->max_sms, 0, INT32_MAX},
                   {"deterministic", desc->deterministic, 0, 1},
                   {"no_pdl", desc->no_pdl, 0, 1},
+                  {"launch_dependents", desc->launch_dependents, 0, 1},
                   {"no_kernels", desc->no_kernels, 0, 1},
                   {"nccl_window", desc->nccl_window, 0, 1},
-                  {"padding", desc->padding, 0, 0},
                   {"reserved", desc->reserved, 0, 0}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
         if (fields[k].value < fields[k].least || fields[k].value > fields[k].most)
@@ -3767,7 +3838,10 @@ static void kvpn_describe(kvpn_init_task *task)
                              task->desc.peers                ? "in the caller's memory"
                              : comm->mapped[comm->rank == 0] ? "memory mapped between processes"
                                                              : "memory of one process",
-                             comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
+                             comm->blocks,
+                             comm->trigger ? "dependent launch, also of what follows"
+                             : comm->pdl   ? "dependent launch"
+                                           : "no dependent launch",
                              comm->clusters ? ", clusters" : "", limits.parts_even, limits.parts_uneven, limits.gather);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
@@ -3824,6 +3898,7 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     int driver = 0; /* older ones cannot capture launches with programmatic dependent launch */
     comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait &&
                 cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
+    comm->trigger = comm->pdl && task->desc.launch_dependents;
 #endif
     if (comm->deterministic && comm->world > 1 && !comm->peer[0])
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
@@ -4545,7 +4620,7 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn = (uint32_t *)comm->peer[comm->rank];
     p->stop = comm->stop_on_gpu;
     p->timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
-    p->rank = (uint32_t)comm->rank, p->world = (uint32_t)comm->world;
+    p->rank = (uint32_t)comm->rank, p->world = (uint32_t)comm->world, p->trigger = (uint32_t)comm->trigger;
     p->block_bytes = 16 * comm->block_slots;
     p->sender_bytes = comm->blocks * p->block_bytes;
     p->area_bytes = p->world * p->sender_bytes;
@@ -4682,8 +4757,14 @@ static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d)
     p.residual_out = (char *)d->residual_out, p.residual_out_stride = 2 * d->residual_out_stride;
     p.out = (char *)d->out, p.out_stride = 2 * d->out_stride;
     p.quantised = (char *)d->quantised, p.quantised_stride = d->quantised_stride;
-    p.scale = d->scale, p.scale_per_token = (uint32_t)d->scale_per_token, p.scale_min = d->scale_min;
+    p.scale = d->scale, p.scale_min = d->scale_min;
     p.part_of_hidden = 1.0f / (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
+    p.scales = d->scale_per_token                ? kvpn_of_token
+               : !d->scale_group                 ? kvpn_of_tensor
+               : d->scale_dtype == KVPRIM_F8E8M0 ? kvpn_of_groups_exponents
+               : d->scale_power_of_two           ? kvpn_of_groups_powers
+                                                 : kvpn_of_groups;
+    p.scale_stride = 4 * d->scale_stride, p.scale_group_stride = 4 * d->scale_group_stride;
     return p;
 }
 
@@ -4750,6 +4831,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
 {
     const uint32_t row_packs = (uint32_t)(d->hidden / 8), most = kvpn_norm_is<kvpn_norm_alone>::packs;
     kvpn_norm_params p = kvpn_make_norm_params(d);
+    p.trigger = (uint32_t)c->comm->trigger;
     return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype), p.tokens, 1,
                               dim3(kvpn_few_threads((row_packs + most - 1) / most, 0)), &p);
 }
@@ -5080,9 +5162,33 @@ typedef struct kvpn_norm_tensor {
 enum { kvpn_norm_input = 0, kvpn_norm_send = 1, kvpn_norm_residual = 2, kvpn_norm_output = 4 };
 enum { kvpn_norm_tensors = 7 }; /* without the addends */
 
+/* Words of scales that lie one after another in a token: of a group, or of four. */
+static int64_t kvpn_norm_words(const kvprim_norm_desc *d)
+{
+    const int64_t groups = d->hidden / (d->scale_group ? d->scale_group : d->hidden);
+    return d->scale_dtype == KVPRIM_F8E8M0 ? (groups + 3) / 4 : groups;
+}
+
+static int64_t kvpn_norm_scale_stride(const kvprim_norm_desc *d)
+{
+    return d->scale_stride ? d->scale_stride : kvpn_norm_words(d);
+}
+
+static int64_t kvpn_norm_group_stride(const kvprim_norm_desc *d)
+{
+    return d->scale_group_stride ? d->scale_group_stride : 1;
+}
+
+/* Words from the first scale to the last. */
+static int64_t kvpn_norm_scales_of(const kvprim_norm_desc *d)
+{
+    const int64_t tokens = d->scale_group || d->scale_per_token ? d->tokens : 1;
+    return (tokens - 1) * kvpn_norm_scale_stride(d) + (kvpn_norm_words(d) - 1) * kvpn_norm_group_stride(d) + 1;
+}
+
 static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *list)
 {
-    const int64_t n = d->tokens, m = d->hidden, scales = d->scale_per_token ? n : 1;
+    const int64_t n = d->tokens, m = d->hidden, scales = kvpn_norm_scales_of(d);
     const uint32_t in = kvpn_norm_input, out = kvpn_norm_output, any = kvpn_norm_send | kvpn_norm_residual;
     const kvpn_norm_tensor all[kvpn_norm_tensors] = {
         {"desc->residual", d->residual, d->residual_stride, n, m, 2, 16, kvpn_norm_residual, 0},
@@ -5091,7 +5197,7 @@ static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *
         {"desc->residual_out", d->residual_out, d->residual_out_stride, n, m, 2, 16, out, any},
         {"desc->out", d->out, d->out_stride, n, m, 2, 16, out, any},
         {"desc->quantised", d->quantised, d->quantised_stride, n, m, 1, 8, out, 0},
-        {"desc->scale", d->scale, 0, 1, scales, 4, 4, d->scale_per_token ? out : in, 0}};
+        {"desc->scale", d->scale, 0, 1, scales, 4, 4, d->scale_per_token || d->scale_group ? out : in, 0}};
     memcpy(list, all, sizeof all);
 }
 
@@ -5117,13 +5223,46 @@ static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_des
         int64_t value, max;
     } fields[] = {{"scale_per_token", d->scale_per_token, 1},
                   {"weight_plus_one", d->weight_plus_one, 1},
-                  {"padding", d->padding, 0},
-                  {"reserved[0]", d->reserved[0], 0},
-                  {"reserved[1]", d->reserved[1], 0}};
+                  {"scale_power_of_two", d->scale_power_of_two, 1},
+                  {"reserved", d->reserved, 0}};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].value < 0 || fields[i].value > fields[i].max)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %s", f, fields[i].name,
                                (long long)fields[i].value, fields[i].max ? "0 or 1" : "0");
+    return KVPRIM_OK;
+}
+
+/* Scales of groups lie in rows of tokens, or in columns. */
+static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
+{
+    const int64_t most = (int64_t)1 << 46; /* so that sums of products with tokens and groups stay below 2^63 */
+    const int64_t stride = d->scale_stride, step = d->scale_group_stride;
+    if (d->scale_group != 0 && (d->scale_group != kvpn_norm_group || d->scale_per_token))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: desc->scale_group is %d with scale_per_token %d, must be 0 or 128", f,
+                           (int)d->scale_group, (int)d->scale_per_token);
+    if (!d->scale_group && (stride || step || d->scale_power_of_two || d->scale_dtype))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->scale_group is 0", f,
+                           stride                  ? "scale_stride"
+                           : step                  ? "scale_group_stride"
+                           : d->scale_power_of_two ? "scale_power_of_two"
+                                                   : "scale_dtype");
+    if (!d->scale_group)
+        return KVPRIM_OK;
+    if (d->scale_dtype != 0 && d->scale_dtype != KVPRIM_F32 && d->scale_dtype != KVPRIM_F8E8M0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f,
+                           (int)d->scale_dtype);
+    if (d->hidden % d->scale_group)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d", f,
+                           (long long)d->hidden, (int)d->scale_group);
+    const int64_t words = kvpn_norm_words(d), s = kvpn_norm_scale_stride(d), g = kvpn_norm_group_stride(d);
+    if (stride < 0 || step < 0 || stride > most / (d->tokens + 1) || step > most / words ||
+        (d->tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (d->tokens - 1) * s))
+        return kvprim_fail(
+            KVPRIM_ERROR_SIZE,
+            "%s: desc->scale_stride is %lld and scale_group_stride %lld, with which scales of %lld tokens "
+            "and %lld words each lie in each other",
+            f, (long long)stride, (long long)step, (long long)d->tokens, (long long)words);
     return KVPRIM_OK;
 }
 
@@ -5136,10 +5275,11 @@ static kvprim_status kvpn_check_norm_outputs(const char *f, const kvprim_norm_de
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->out and desc->quantised are NULL", f);
     if (d->quantised && !d->scale)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->scale is NULL, but desc->quantised is set", f);
-    if (!d->quantised && (d->scale || d->scale_per_token || d->scale_min > 0))
+    if (!d->quantised && (d->scale || d->scale_per_token || d->scale_group || d->scale_min > 0))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->quantised is NULL", f,
                            d->scale             ? "scale"
                            : d->scale_per_token ? "scale_per_token"
+                           : d->scale_group     ? "scale_group"
                                                 : "scale_min");
     return KVPRIM_OK;
 }
@@ -5200,6 +5340,7 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
 {
     kvpn_norm_tensor list[kvpn_norm_tensors];
     KVPRIM_TRY(kvpn_check_norm_fields(f, d));
+    KVPRIM_TRY(kvpn_check_norm_groups(f, d));
     if (d->tokens == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpn_check_norm_outputs(f, d));
@@ -5236,6 +5377,7 @@ static kvprim_norm_desc kvpn_complete_norm(const kvprim_norm_desc *desc)
     for (int k = 0; k < 6; k++) /* one that is never used may be too large to multiply */
         *strides[k] = tensors[k] && d.tokens > 1 && *strides[k] ? *strides[k] : d.hidden;
     d.scale_min = d.scale_min > 0 ? d.scale_min : FLT_MIN;
+    d.scale_stride = kvpn_norm_scale_stride(&d), d.scale_group_stride = kvpn_norm_group_stride(&d);
     return d;
 }
 
@@ -5256,8 +5398,8 @@ static kvprim_norm_desc kvpn_norm_part(const kvprim_norm_desc *d, int64_t first,
     part.residual_out = kvpn_norm_row(d->residual_out, d->residual_out_stride, first, 2);
     part.out = kvpn_norm_row(d->out, d->out_stride, first, 2);
     part.quantised = kvpn_norm_row(d->quantised, d->quantised_stride, first, 1);
-    if (d->scale_per_token)
-        part.scale = (float *)kvpn_norm_row(d->scale, 1, first, 4);
+    if (d->scale_per_token || d->scale_group)
+        part.scale = (float *)kvpn_norm_row(d->scale, d->scale_stride, first, 4);
     return part;
 }
 
@@ -5468,24 +5610,37 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     return kvpn_host_rsqrt(kvpi_rounded(mean + d->eps));
 }
 
+/* The scale of the elements from `first` on, up to `end`: computed, unless the whole tensor has one. */
 static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
-                             float factor)
+                             float factor, int64_t first, int64_t end)
 {
+    const bool powers = d->scale_power_of_two || d->scale_dtype == KVPRIM_F8E8M0;
     uint32_t most = 0;
-    for (int64_t i = 0; i < d->hidden && d->scale_per_token; i++) {
+    if (!d->scale_per_token && !d->scale_group)
+        return d->scale ? *d->scale : 1;
+    for (int64_t i = first; i < end; i++) {
         const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
         most = kvpi_tile_most(most, kvpn_host_scaled(d, r, factor, i));
     }
-    if (d->scale_per_token)
-        d->scale[token] = kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->scale_min, 0);
-    return d->scale ? d->scale[d->scale_per_token ? token : 0] : 1;
+    return kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->scale_min, powers);
 }
 
-static void kvpn_host_norm(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token)
+static void kvpn_host_write_scale(const kvprim_norm_desc *d, int64_t token, int64_t group, float scale)
 {
-    const float factor = kvpn_host_factor(d, sends, world, token);
-    const float scale = kvpn_host_scale(d, sends, world, token, factor);
-    for (int64_t i = 0; i < d->hidden; i++) {
+    if ((d->scale_per_token || d->scale_group) && d->scale_dtype != KVPRIM_F8E8M0)
+        d->scale[token * d->scale_stride + group * d->scale_group_stride] = scale;
+    else if (d->scale_group)
+        ((unsigned char *)(d->scale + token * d->scale_stride + group / 4 * d->scale_group_stride))[group % 4] =
+            (unsigned char)(kvpi_bits_of(scale) >> 23);
+}
+
+/* `first` to `end`: the elements of a scale. */
+static void kvpn_host_norm(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
+                           float factor, int64_t first, int64_t end)
+{
+    const float scale = kvpn_host_scale(d, sends, world, token, factor, first, end);
+    kvpn_host_write_scale(d, token, first / (end - first), scale);
+    for (int64_t i = first; i < end; i++) {
         const float s = kvpn_host_sum(d, sends, world, token, i), r = kvpn_host_residual(d, s, token, i);
         const float y = kvpn_host_scaled(d, r, factor, i);
         kvpn_set_host_element(d, d->sum, token * d->sum_stride + i, s);
@@ -5508,8 +5663,12 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
     KVPRIM_TRY(kvpn_check_norm(f, desc, sends, world, true));
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
-    for (int64_t token = 0; token < d.tokens; token++)
-        kvpn_host_norm(&d, sends, world, token);
+    const int64_t each = d.scale_group ? d.scale_group : d.hidden; /* elements of a scale */
+    for (int64_t token = 0; token < d.tokens; token++) {
+        const float factor = kvpn_host_factor(&d, sends, world, token);
+        for (int64_t first = 0; first < d.hidden; first += each)
+            kvpn_host_norm(&d, sends, world, token, factor, first, first + each);
+    }
     return KVPRIM_OK;
 }
 

@@ -113,7 +113,7 @@ static int scale_of_a_tensor(const int32_t *slot_on_device)
            wrong_rows("V as e4m3, one scale", kv[1][0], back[1][0], width, scales[1]);
 }
 
-/* Rows of 656 bytes. A preset says where their parts lie: K is what is converted, V what is copied as it is. */
+/* Rows of 656 bytes. A layout says where their parts lie: K is what is converted, V what is copied as it is. */
 static int latent_rows(const int32_t *slot_on_device)
 {
     static uint16_t kv_c[tokens][latent], k_pe[tokens][rope], back[tokens][latent], back_pe[tokens][rope];
@@ -122,8 +122,12 @@ static int latent_rows(const int32_t *slot_on_device)
     uint16_t *const out = (uint16_t *)nans(sizeof back + sizeof back_pe), *const out_pe = out + tokens * latent;
     kvprim_format bf16 = {};
     bf16.dtype = KVPRIM_BF16;
-    kvprim_preset preset;
-    kvprim(kvprim_preset_find("fp8_ds_mla", nans(slots * 656), slots, page_rows, 0, &preset));
+    kvprim_layout_sizes sizes = {};
+    kvprim_layout preset;
+    sizes.data = nans(slots * 656);
+    sizes.rows = slots;
+    sizes.page_rows = page_rows;
+    kvprim(kvprim_layout_find("fp8_ds_mla", &sizes, &preset));
 
     kvprim_store_desc store = {};
     store.k_cache = preset.k_cache;

@@ -223,6 +223,16 @@ static inline kvprim_table strided_table(void *data, int64_t rows, int64_t strid
     return t;
 }
 
+/* kvprim_layout_find for a quantised cache. */
+static inline kvprim_status find_quantised(const char *name, void *data, int64_t rows, int64_t page_rows,
+                                           int64_t page_stride, kvprim_layout *layout)
+{
+    kvprim_layout_sizes sizes;
+    memset(&sizes, 0, sizeof sizes);
+    sizes.data = data, sizes.rows = rows, sizes.page_rows = page_rows, sizes.page_stride = page_stride;
+    return kvprim_layout_find(name, &sizes, layout);
+}
+
 static inline kvprim_table paged_table(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
 {
     kvprim_table t = table_of(data, rows);

@@ -15,6 +15,10 @@ full. Everything happens on torch's current stream: use one stream and one threa
 cache_dtype=torch.float8_e4m3fn keeps K and V in pages of half the size: store and gather convert them on the way, with
 a scale of 1.
 
+transformers' own attention takes contiguous K and V, so each token gathers all of them again in each layer: the cost of
+DynamicCache's concatenation. After model.set_attn_implementation("paged"), a Triton kernel attends to a single token
+over the pages in place, also of FP8, on a GPU and with a head dimension that is a power of two.
+
 One cache holds one sequence (batch size 1). All layers are full attention with the same heads.
 """
 import collections
@@ -22,7 +26,61 @@ import dataclasses
 
 import kvprim
 import torch
+import triton
+import triton.language as tl
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+SPLITS = 16  # blocks of attend_kernel for each query head
+Paged = collections.namedtuple("Paged", "pages slots partial done")  # in place of K and V
+
+
+@triton.jit(do_not_specialize=["length"])
+def attend_kernel(query, pages, slots, partial, done, out, length, scale, GROUP: tl.constexpr, HEADS: tl.constexpr,
+                  DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """Each block takes a part of the tokens for a query head, and leaves its largest score, the sum of weights and the
+    weighted sum of V. The last one to end combines these."""
+    head, split, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DIM)
+    q = tl.load(query + head * DIM + d).to(tl.float32) * scale
+    most, total, sums = -1e30, 0.0, tl.zeros([DIM], tl.float32)
+    first = tl.cdiv(length, SPLITS) * split
+    end = tl.minimum(first + tl.cdiv(length, SPLITS), length)
+    for start in range(first, end, 64):
+        token = start + tl.arange(0, 64)
+        slot = tl.load(slots + token, mask=token < end, other=0).to(tl.int64)
+        row = pages + (slot * 2 * HEADS * DIM)[:, None] + head // GROUP * DIM + d
+        k = tl.load(row, mask=(token < end)[:, None], other=0.0).to(tl.float32)
+        v = tl.load(row + HEADS * DIM, mask=(token < end)[:, None], other=0.0).to(tl.float32)
+        score = tl.where(token < end, tl.sum(k * q, 1), -1e30)
+        new = tl.maximum(most, tl.max(score, 0))
+        weight, old, most = tl.exp(score - new), tl.exp(most - new), new
+        total, sums = total * old + tl.sum(weight, 0), sums * old + tl.sum(weight[:, None] * v, 0)
+    part = partial + (head * SPLITS + split) * (DIM + 2)
+    tl.store(part, most)
+    tl.store(part + 1, total)
+    tl.store(part + 2 + d, sums)
+    tl.debug_barrier()
+    if tl.atomic_add(done + head, 1) == SPLITS - 1:
+        parts = partial + (head * SPLITS + tl.arange(0, SPLITS)) * (DIM + 2)
+        share = tl.exp(tl.load(parts) - tl.max(tl.load(parts), 0))
+        whole = tl.sum(share[:, None] * tl.load(parts[:, None] + 2 + d), 0)
+        tl.store(out + head * DIM + d, whole / tl.sum(share * tl.load(parts + 1), 0))
+        tl.store(done + head, 0)
+
+
+def paged_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    if not isinstance(key, Paged):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    heads, dim, out = *key.pages.shape[-2:], torch.empty_like(query.transpose(1, 2))
+    attend_kernel[query.shape[1], SPLITS](query.contiguous(), *key, out, key.slots.numel(), scaling,
+                                          query.shape[1] // heads, heads, dim, SPLITS)
+    return out, None
+
+
+AttentionInterface.register("paged", paged_attention)
+AttentionMaskInterface.register("paged", sdpa_mask)
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,6 +117,9 @@ class PagePool:
         self.page_bytes = self.device_pages[0, 0].nbytes  # in one layer
         self.pages, self.unused, self.host_unused = pages, list(range(pages)), list(range(host_pages))
         self.prefixes, self.requests = [], []  # the least recently used come first
+        self.config, queries = config, config.num_attention_heads
+        self.partial = torch.empty((queries, SPLITS, self.dim + 2), device=device)  # of attend_kernel
+        self.done = torch.zeros(queries, dtype=torch.int32, device=device)
         self.rejected = torch.zeros(1, dtype=torch.int32, device=device)  # stays 0: no slot lies outside the pool
         self.counts, self.peak, self.host_peak, self.moves = collections.Counter(), 0, 0, 0
 
@@ -203,7 +264,12 @@ class PagedCache(Cache):
             self.make_writable(start, end)
             self.prepared = (start, end)
         pool.store(layer, keys, values, self.slots[start:end])
+        if pool.config._attn_implementation == "paged" and end - start == 1 and keys.is_cuda:
+            return (self.paged(layer, end),) * 2
         return pool.gather(layer, self.slots[:end])
+
+    def paged(self, layer, length):
+        return Paged(self.pool.layer_pages[layer], self.slots[:length], self.pool.partial, self.pool.done)
 
     def make_writable(self, start, end):
         """Before the tokens [start, end) are stored: brings pages back, copies a shared one, adds what is missing."""

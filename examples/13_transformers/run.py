@@ -13,6 +13,7 @@ greedily, in turns of a few tokens:
     one by one    each request begins when the one before it is gone, and takes its pages from published prefixes
 
 Then the first and the third again with K and V in FP8. DynamicCache then holds what torch's own casts leave of them.
+On a GPU, at last, how long a token takes after 2,048, also with StaticCache and with attention in place over the pages.
 """
 import sys
 import time
@@ -20,11 +21,12 @@ import time
 try:
     import torch
     import transformers
+    import triton  # noqa: F401: comes with torch, except on some systems
 except ImportError as error:
     print(f"skip 13_transformers: {error}: pip install torch transformers")
     sys.exit(0)
 sys.dont_write_bytecode = True
-from cache import PagedCache, PagePool, kvprim
+from cache import PagedCache, PagePool, kvprim, paged_attention
 
 GROUPS = (0, 1, 2, 0, 1, 2, 0, 1)  # of each request
 TURNS, TURN_TOKENS = 4, 8  # each request generates TURN_TOKENS tokens TURNS times
@@ -238,6 +240,39 @@ def compare(device):
     print("  all tokens, and K and V of all layers and requests, are the same as DynamicCache's")
 
 
+def decode(length=2048):
+    """Prints how long a token takes, and its kernels alone: what is between them is Python and PyTorch."""
+    dtype, profile = torch.bfloat16, torch.profiler
+    model = make_model({"hidden": 4096, "layers": 8, "heads": 32, "dtype": dtype}, "cuda")
+    query = torch.randn((1, 32, 1, 128), device="cuda", dtype=dtype)
+    print(f"  one token after {length}: 8 layers, K and V of 16 heads of 128, bf16")
+    for name in ("DynamicCache", "StaticCache", "PagedCache", "in place", "PagedCache, FP8", "in place, FP8"):
+        model.set_attn_implementation("paged" if "in place" in name else "sdpa")
+        cache = (transformers.DynamicCache(config=model.config) if name == "DynamicCache" else
+                 transformers.StaticCache(config=model.config, max_cache_len=length + 64) if name == "StaticCache" else
+                 PagedCache(PagePool(model.config, length // 16 + 4, device="cuda", dtype=dtype,
+                                     cache_dtype=torch.float8_e4m3fn if "FP8" in name else None)))
+        token = torch.randint(100, 1000, (1, length), device="cuda")
+
+        def generate(count):
+            nonlocal token
+            start = now(model)
+            for _ in range(count):
+                token = model(token, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+            return (now(model) - start) / count * 1e3
+
+        generate(1)
+        best = min(generate(8) for _ in range(4))
+        with profile.profile(activities=[profile.ProfilerActivity.CUDA]) as profiler:
+            generate(16)
+        kernels = sum(event.self_device_time_total for event in profiler.key_averages()) / 16e3
+        print(f"    {name:16}{best:8.3f} ms, its kernels {kernels:6.3f} ms")
+        if "in place" in name:
+            got, want = (paged_attention(model.model.layers[3].self_attn, query, *kv, None, scaling=0.1)[0]
+                         for kv in ((cache.paged(3, cache.get_seq_length()),) * 2, cache.read(3)))
+            check((got - want).abs().max() < 0.01 * want.abs().max(), f"{name}: attends otherwise than torch")
+
+
 def main():
     devices = ["cpu"]
     if kvprim.has_cuda and torch.cuda.is_available():
@@ -249,6 +284,8 @@ def main():
     with torch.no_grad():
         for device in devices:
             compare(device)
+        if devices[-1] == "cuda":
+            decode()
     print(f"13_transformers on {' and '.join(devices)}: ok")
 
 

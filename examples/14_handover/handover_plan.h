@@ -182,26 +182,31 @@ static inline kvprim_status handover_chunk_moves(const handover_cache *c, const 
                                                  const int64_t *slots, uint32_t *rejected, handover_direction direction,
                                                  kvprim_move moves[2])
 {
-    const bool unpack = direction == handover_unpack;
-    const int64_t row_bytes = (int64_t)chunk->heads * c->head_bytes, part_bytes = chunk->tokens * row_bytes;
-    kvprim_status status = KVPRIM_OK;
+    kvprim_layout_sizes sizes;
+    kvprim_layout cache;
+    kvprim_pack_desc pack;
+    kvprim_pack plan;
     if (!slots)
         return kvprim_fail(KVPRIM_ERROR_NULL, "handover: slots is NULL");
+    memset(&sizes, 0, sizeof sizes), memset(&pack, 0, sizeof pack);
+    sizes.data = c->data, sizes.rows = c->pages * c->page_rows, sizes.page_rows = c->page_rows;
+    sizes.k_bytes = sizes.v_bytes = (int64_t)c->heads * c->head_bytes, sizes.layers = c->layers, sizes.heads = c->heads;
+    kvprim_status status = kvprim_layout_find(c->head_major ? "L2BHNC" : "L2BNHC", &sizes, &cache);
+    cache.layers = chunk->layers;
+    pack.cache = &cache, pack.head = chunk->first_head - c->first_head, pack.heads = chunk->heads;
+    pack.slot = slots + chunk->first_token, pack.slot_type = KVPRIM_I64, pack.count = chunk->tokens;
+    pack.staging = data, pack.staging_bytes = (int64_t)chunk->bytes;
+    if (status == KVPRIM_OK)
+        status = kvprim_pack_plan(&pack, &plan);
     for (int part = 0; part < 2 && status == KVPRIM_OK; part++) {
-        kvprim_transfer_desc d;
-        memset(&d, 0, sizeof d);
-        kvprim_table *const packed = unpack ? &d.src : &d.dst;
-        packed->data = data ? (char *)data + part * part_bytes : NULL;
-        packed->bytes = (int64_t)chunk->bytes - part * part_bytes;
-        packed->rows = chunk->tokens;
-        *(unpack ? &d.src_layer_stride : &d.dst_layer_stride) = 2 * part_bytes;
-        *(unpack ? &d.dst : &d.src) =
-            handover_cache_table(c, chunk->first_layer, chunk->first_head, chunk->heads, part);
-        *(unpack ? &d.dst_layer_stride : &d.src_layer_stride) = 2 * handover_part_bytes(c);
-        *(unpack ? &d.dst_index : &d.src_index) = slots + chunk->first_token;
-        d.index_type = KVPRIM_I64, d.layers = chunk->layers, d.row_bytes = row_bytes, d.count = chunk->tokens;
-        d.rejected = part ? NULL : rejected; /* counts a token once, not K and V */
-        status = kvprim_transfer_moves(&d, &moves[part]);
+        kvprim_transfer_desc *const d = direction == handover_unpack ? &plan.unpack[part] : &plan.pack[part];
+        kvprim_table *const table = direction == handover_unpack ? &d->dst : &d->src;
+        if (table->data) {
+            table->data = (char *)table->data + chunk->first_layer * cache.k_layer_stride;
+            table->bytes = cache.bytes - ((char *)table->data - c->data);
+        }
+        d->rejected = part ? NULL : rejected; /* counts a token once, not K and V */
+        status = kvprim_transfer_moves(d, &moves[part]);
     }
     return status;
 }

@@ -322,7 +322,7 @@ struct call {
     int gathers;
     kvprim_transfer_desc transfer;
     kvprim_format from, to, to_v; /* from: of K and of V */
-    kvprim_preset preset;
+    kvprim_layout preset;
 
     std::vector<kvprim_move> moves() const
     {
@@ -548,6 +548,14 @@ static kvprim_table cache_of(const shape &s, const memory &m, bool v, int64_t ro
     return t;
 }
 
+static kvprim_status find_layout(const char *name, void *data, int64_t rows, int64_t page_rows, int64_t page_stride,
+                                 kvprim_layout *layout)
+{
+    kvprim_layout_sizes sizes = {};
+    sizes.data = data, sizes.rows = rows, sizes.page_rows = page_rows, sizes.page_stride = page_stride;
+    return kvprim_layout_find(name, &sizes, layout);
+}
+
 /* Fills in a call that stores `tokens` tokens from byte `at` of the dense buffers on. */
 static void build_store(call *c, const shape &s, const memory &m, const int64_t *slot, int64_t rows, int64_t tokens,
                         int64_t at)
@@ -559,7 +567,7 @@ static void build_store(call *c, const shape &s, const memory &m, const int64_t 
                  slot, tokens);
     d.k.format = &c->from;
     if (s.preset()) {
-        check_kvprim(kvprim_preset_find(s.preset(), m.cache[0], rows, s.page_rows, s.page(), &c->preset));
+        check_kvprim(find_layout(s.preset(), m.cache[0], rows, s.page_rows, s.page(), &c->preset));
         d.k_cache = c->preset.k_cache, d.v_cache = c->preset.v_cache;
         d.v_bytes = c->preset.v_elements * 2;
         if (d.v_bytes)
@@ -868,8 +876,8 @@ static void build_gather(call *c, const gather_shape &g, const memory &m, const 
     c->what = call::GATHER, c->gathers = 1;
     c->to.dtype = KVPRIM_BF16;
     if (s.preset()) {
-        check_kvprim(kvprim_preset_find(s.preset(), m.cache[0], rows, s.page_rows, s.page(), &c->preset));
-        const kvprim_preset &p = c->preset;
+        check_kvprim(find_layout(s.preset(), m.cache[0], rows, s.page_rows, s.page(), &c->preset));
+        const kvprim_layout &p = c->preset;
         c->gather[0] = gather_of(dst, p.k_cache, p.k_elements, index, count);
         if (p.v_elements) {
             const kvprim_table beside = table_at(m.dense[0] + at + p.k_elements * 2, tokens, g.out() * 2);

@@ -226,16 +226,16 @@ static void enqueue_one_shot(rank_state &r, const norm_case &c)
     CUDA(opponents::launch_one_shot(c.output, p, sms, r.stream));
 }
 
-static void enqueue_kvprim_norm(rank_state &r, const norm_case &c)
+/* d: what is asked for besides. */
+static void enqueue_kvprim_norm(rank_state &r, const norm_case &c, kvprim_norm_desc d = {})
 {
     const norm_tensors &t = tensors[r.rank];
-    kvprim_norm_desc d = {};
     d.dtype = KVPRIM_BF16, d.eps = eps, d.tokens = c.tokens, d.hidden = c.hidden;
     d.send = r.x, d.residual = t.residual, d.weight = t.weight, d.residual_out = t.residual_out;
     if (c.output == to_bf16)
         d.out = t.out;
     else
-        d.quantised = t.out, d.scale = c.output == to_e4m3 ? t.scale : t.scales;
+        d.quantised = t.out, d.scale = c.output == to_e4m3 && !d.scale_group ? t.scale : t.scales;
     d.scale_per_token = c.output == to_e4m3_by_token;
     check_kvprim(kvprim_all_reduce_norm(&r.comm, &d, r.stream));
 }
@@ -366,6 +366,70 @@ static void bench_quantised()
                 ratios.push_back(print_norm({tokens, hidden, output}).to_best);
     }
     judge_worst("norm with e4m3 to the best opponent", ratios, '<', 1.02);
+}
+
+/* Time of scales of groups of 128 elements, to that of one scale. What they write is tested elsewhere. */
+static void bench_groups()
+{
+    std::vector<figure> ratios;
+    printf("\nall_reduce, residual, RMSNorm and e4m3, us: a scale of the tensor; of groups of 128; exponents in "
+           "columns\n");
+    for (const uint32_t hidden : {4096u, 7168u})
+        for (const uint32_t tokens : {1u, 8u, 32u, 128u, 1024u}) {
+            const norm_case c = {tokens, hidden, to_e4m3};
+            kvprim_norm_desc groups = {}, exponents = {};
+            groups.scale_group = exponents.scale_group = 128, exponents.scale_dtype = KVPRIM_F8E8M0;
+            exponents.scale_stride = 1, exponents.scale_group_stride = tokens;
+            std::vector<rank_way> ways;
+            for (const kvprim_norm_desc &d : {kvprim_norm_desc{}, groups, exponents})
+                ways.push_back({[=](rank_state &r, int) { enqueue_kvprim_norm(r, c, d); }});
+            measure(ways, calls_in_graph(c.bytes()));
+            printf("%5u x %-6u %8.2f %8.2f %8.2f\n", tokens, hidden, ways[0].us, ways[1].us, ways[2].us);
+            for (const int k : {1, 2})
+                ratios.push_back({ways[size_t(k)].us / ways[0].us, c.name()});
+        }
+    judge_worst("norm with scales of groups / of the tensor", ratios, '<', 1.03);
+}
+
+/* ---- what follows ---- */
+
+/* As a kernel of an engine that waits before it touches memory. */
+static __global__ void __launch_bounds__(256) add_one(__nv_bfloat16 *x, uint64_t count)
+{
+    const uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x;
+    pdl_wait<true>();
+    if (i < count)
+        x[i] = __float2bfloat16(__bfloat162float(x[i]) + 1);
+    pdl_trigger<true>();
+}
+
+/* A sum and a kernel that is launched dependent, where sums let it start early and where they do not. */
+static void bench_early()
+{
+    static kvprim_comm early[8];
+    std::vector<figure> ratios;
+    on_all([](rank_state &r) {
+        kvprim_comm_desc desc = {};
+        desc.launch_dependents = 1;
+        open_comm(r, &early[r.rank], desc);
+    });
+    printf("\nall_reduce of bf16 and a dependent kernel, us: it starts after the sum; early; the sum alone\n");
+    for (const size_t bytes : {size_t(8 << 10), size_t(64 << 10), size_t(512 << 10), size_t(4 << 20)}) {
+        const auto call = [=](rank_state &r, kvprim_comm *comm, bool follows) {
+            check_kvprim(kvprim_all_reduce(comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+            if (follows)
+                CUDA(launch_opponent(add_one, dim3(unsigned(bytes / 512)), dim3(256), true, r.stream,
+                                     reinterpret_cast<__nv_bfloat16 *>(r.y), uint64_t(bytes / 2)));
+        };
+        std::vector<rank_way> ways = {{[=](rank_state &r, int) { call(r, &r.comm, true); }},
+                                      {[=](rank_state &r, int) { call(r, &early[r.rank], true); }},
+                                      {[=](rank_state &r, int) { call(r, &r.comm, false); }}};
+        measure(ways, calls_in_graph(bytes));
+        printf("%8s %8.2f %8.2f %8.2f\n", size_name(int64_t(bytes)).c_str(), ways[0].us, ways[1].us, ways[2].us);
+        ratios.push_back({ways[1].us / ways[0].us, size_name(int64_t(bytes))});
+    }
+    on_all([](rank_state &r) { check_kvprim(kvprim_comm_destroy(&early[r.rank])); });
+    judge_worst("a sum and what follows, started early / after it", ratios, '<', 1);
 }
 
 /* ---- exchanges ----
@@ -573,6 +637,8 @@ int main(int argc, char **argv)
                                  {{"norm", bench_norm_targets},
                                   {"norms", bench_norms},
                                   {"e4m3", bench_quantised},
+                                  {"groups", bench_groups},
+                                  {"early", bench_early},
                                   {"all_to_all", bench_all_to_all},
                                   {"all_to_allv", bench_all_to_allv},
                                   {"all_gatherv", bench_all_gatherv}});

@@ -135,6 +135,52 @@ static void table(const char *name, char *memory, char *rows, int32_t *const *in
     }
 }
 
+/* Lists the copies of random pages of all layers, by an index of the rows or of the pages. Nothing lies at the tables'
+   addresses: a list needs none of their bytes. */
+static void list_runs(int64_t page_rows, int64_t row_bytes)
+{
+    enum { pages = 65536, layers = 61 };
+    const int64_t rows = pages * page_rows, most = (int64_t)pages * layers, layer_stride = rows * row_bytes;
+    int32_t *const index = (int32_t *)allocate((size_t)(2 * rows) * sizeof(int32_t));
+    kvprim_copy_item *const items = (kvprim_copy_item *)allocate_cache((size_t)most * sizeof *items);
+    kvprim_move m;
+    double ns[repetitions];
+    int64_t runs = 0;
+    for (int64_t i = 0; i < 2 * rows; i++)
+        index[i] = (int32_t)i % (int32_t)page_rows;
+    for (int side = 0; side < 2; side++)
+        for (int32_t i = 0; i < pages; i++) { /* a page to each place, in a random order */
+            const int32_t other = (int32_t)below((uint64_t)i + 1), odd = (int32_t)(i * 2 + side) % pages;
+            int32_t *const at = index + side * rows,
+                           page = i == other ? odd : at[other * page_rows] / (int32_t)page_rows;
+            for (int32_t r = 0; r < page_rows; r++) {
+                at[i * page_rows + r] = page * (int32_t)page_rows + r;
+                at[other * page_rows + r] = odd * (int32_t)page_rows + r;
+            }
+        }
+    const kvprim_transfer_desc d = {
+        .dst = {.data = (char *)((uintptr_t)1 << 45), .rows = rows, .page_rows = page_rows > 1 ? page_rows : 0},
+        .src = {.data = (char *)((uintptr_t)1 << 44), .rows = rows, .page_rows = page_rows > 1 ? page_rows : 0},
+        .dst_layer_stride = layer_stride,
+        .src_layer_stride = layer_stride,
+        .layers = layers,
+        .row_bytes = row_bytes,
+        .dst_index = index,
+        .src_index = index + rows,
+        .index_type = KVPRIM_I32,
+        .count = rows};
+    must(kvprim_transfer_moves(&d, &m));
+    for (int r = 0; r < repetitions; r++) {
+        const double start = bench_ns();
+        runs = kvprim_runs(&m, 1, items, most);
+        ns[r] = bench_ns() - start;
+    }
+    printf("%10lld %9lld %11.2f\n", (long long)page_rows, (long long)runs, bench_median(ns, repetitions) / 1e6);
+    bench_target("ms for 65,536 pages x 61 layers", bench_median(ns, repetitions) / 1e6, "<=", 40);
+    free(items);
+    free(index);
+}
+
 int main(void)
 {
     move_fn *const gathers[contenders] = {gather, gather_loop, gather_memcpy, read_lines};
@@ -149,6 +195,9 @@ int main(void)
     memset(rows, 1, (size_t)moved_bytes);
     table("gather", memory, rows, index, gathers, 1);
     table("store", memory, rows, index, stores, 0);
+    printf("\nruns, 65,536 pages x 61 layers\n index/page     runs   ms\n");
+    list_runs(1, 16 * 1152);
+    list_runs(16, 1152);
     bench_summary();
     for (int k = 0; k < sets; k++)
         free(index[k]);

@@ -88,6 +88,8 @@ callers_in_c()
     linked no_simd "$CC" "$build/main.o" "$build/caller_no_simd.o"
     cell 'no keys' $c -DKVPRIM_NO_KEYS -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_keys.o"
     linked no_keys "$CC" "$build/main.o" "$build/caller_no_keys.o"
+    cell 'no layouts' $c -DKVPRIM_NO_LAYOUTS -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_layouts.o"
+    linked no_layouts "$CC" "$build/main.o" "$build/caller_no_layouts.o"
 
     cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/build/main.c \
         -o "$build/main_three.o"
@@ -325,24 +327,39 @@ python_modules()
     has python3 && python3 -c "import $(echo "$@" | tr ' ' ,)" >/dev/null 2>&1
 }
 
-# The package for Python, as it is built without nvcc. What its tests lack, such as torch, they say themselves.
+# installed: makes the wheel of examples/python without nvcc, and installs it in a virtual environment of its own. It
+# sees what is installed beside python3, but bare, its PATH, has no nvcc.
+installed()
+{
+    rm -rf "$build/venv" "$build"/kvprim-*.whl
+    (cd examples/python && KVPRIM_CUDA_ARCH=none CC="$CC" CXX="$CXX" python3 -c \
+        'import build_backend, sys; build_backend.build_wheel(sys.argv[1])' "$OLDPWD/$build") &&
+        python3 -m venv --without-pip "$build/venv" && python3 -m pip --python "$build/venv/bin/python3" install \
+        -q --no-index --no-deps "$build"/kvprim-*.whl && python3 -c 'import sys; print(*sys.path[1:], sep="\n")' \
+        >"$(echo "$build"/venv/lib/python3*/site-packages)/beside.pth" || return 1
+    bare=$(echo "$PATH" | tr : '\n' | while read -r folder; do [ -e "$folder/nvcc" ] || printf '%s:' "$folder"; done)
+}
+
+# The package for Python. What its tests lack, such as torch, they say themselves.
 package()
 {
-    where='import sysconfig; print(sysconfig.get_path("include"))'
+    where='import pip, venv, sysconfig; print(sysconfig.get_path("include"))'
     if ! has python3 || ! has "$CXX" || [ ! -e "$(python3 -c "$where")/Python.h" ]; then
-        skip 'examples/python: no python3 with its headers, or no C++ compiler'
+        skip 'examples/python: no python3 with its headers, pip and venv, or no C++ compiler'
         return
     fi
-    export KVPRIM_CUDA_ARCH=none PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1
-    cell 'examples/python builds' env CC="$CC" CXX="$CXX" python3 examples/python/build_backend.py "$build/python"
-    program 'examples/python on the CPU' python3 examples/python/tests/test_kvprim.py
-    program 'engines of examples/python on the CPU' python3 examples/python/tests/test_engines.py
+    export PYTHONDONTWRITEBYTECODE=1
+    cell 'wheel of examples/python, installed' installed
+    for test in kvprim engines; do
+        program "test_$test.py of examples/python, installed, on the CPU" env PATH="$bare" \
+            "$build/venv/bin/python3" examples/python/tests/test_$test.py
+    done
     if python_modules torch transformers; then
-        cell 'examples/13_transformers on the CPU' python3 examples/13_transformers/run.py
+        cell 'examples/13_transformers on the CPU' "$build/venv/bin/python3" examples/13_transformers/run.py
     else
         skip 'examples/13_transformers: python3 has no torch or no transformers'
     fi
-    unset KVPRIM_CUDA_ARCH PYTHONPATH PYTHONDONTWRITEBYTECODE
+    unset PYTHONDONTWRITEBYTECODE
     group 'examples/python'
 }
 
@@ -400,7 +417,8 @@ named_architectures()
     PATH=$PWD/$build/tools:$PATH GPU= make -nB NVCC=nvcc lib examples >"$build/named" &&
         ! grep arch=native "$build/named" && grep 'libkvprim.so: .* sm_90 sm_100 (no GPU' "$build/named" &&
         grep 'code=sm_90 -gencode arch=compute_100,code=sm_100 .* -shared' "$build/named" &&
-        grep 'examples for a GPU: built for sm_90 (no GPU' "$build/named" || return 1
+        grep 'examples for a GPU: built for sm_90 (no GPU' "$build/named" &&
+        grep 'build/20_ring_unpack' "$build/named" && grep 'build/06_allreduce_mpi' "$build/named" || return 1
     PATH=$PWD/$build/tools:$PATH GPU='GPU 0: H200 (UUID: GPU-0)' make -nB NVCC=nvcc lib examples >"$build/named" &&
         grep 'arch=native .* -shared' "$build/named" && grep 'arch=native .*03_kv_store' "$build/named" &&
         ! grep 'sm_90\|no GPU' "$build/named"

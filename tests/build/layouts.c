@@ -16,7 +16,7 @@ enum {
     DIM = 128
 };
 
-static char memory[PAGES * 2 * LAYERS * 2 * PAGE * 4 * DIM]; /* as much as the largest of these needs */
+static char memory[SLOTS * LAYERS * 2 * ROW]; /* as much as the largest of these needs */
 static char (*const nhd_array)[HEADS][PIECE] = (void *)memory;
 static char (*const hnd_array)[HEADS][PAGE][PIECE] = (void *)memory;
 static char (*const nhd_kv_array)[2][PAGE][HEADS][PIECE] = (void *)memory;
@@ -26,6 +26,8 @@ static char (*const latent_array)[1024 + 128] = (void *)memory;
 static char (*const page_first_array)[LAYERS][1024] = (void *)memory;
 static char (*const page_head_array)[HEADS][PAGE][LAYERS][DIM] = (void *)memory;
 static char (*const unified_array)[2][LAYERS][2][PAGE][4][DIM] = (void *)memory;
+static char (*const blhnc_array)[LAYERS][HEADS][PAGE][2][PIECE] = (void *)memory;
+static char (*const host_array)[HEADS][PAGE][LAYERS][PIECE] = (void *)memory; /* of K; V's is the same after it */
 
 static int failed;
 
@@ -45,6 +47,7 @@ static int failed;
 
 static void layouts(char *cache, int64_t slots, void *const *layers, void *const *device_layers)
 {
+    char *const host_cache = cache;
 #include "layouts.h"
     LAYOUT(nhd, 0, ROW, HEADS, nhd_array[r][h]);
     LAYOUT(hnd, 0, ROW, HEADS, hnd_array[r / PAGE][h][r % PAGE]);
@@ -60,6 +63,11 @@ static void layouts(char *cache, int64_t slots, void *const *layers, void *const
     LAYOUT(page_first, page_first_layer, 1024, 1, page_first_array[r][1]);
     LAYOUT(page_head, page_head_layer, HEADS * DIM, HEADS, page_head_array[r / PAGE][h][r % PAGE][1]);
     LAYOUT(unified, unified_layer, 2 * 4 * DIM, 2, unified_array[r / PAGE][h][0][1][r % PAGE]); /* V of layer 0 */
+    failed += of_gpu != KVPRIM_OK || of_host != KVPRIM_OK || k_out.layers != LAYERS || k_out.row_bytes != ROW;
+    LAYOUT(gpu.v_cache, gpu.v_layer_stride, ROW, HEADS, blhnc_array[r / PAGE][1][h][r % PAGE][1]);
+    LAYOUT(k_out.src, k_out.src_layer_stride, ROW, HEADS, blhnc_array[r / PAGE][1][h][r % PAGE][0]);
+    LAYOUT(k_out.dst, k_out.dst_layer_stride, ROW, HEADS, host_array[r / PAGE][h][r % PAGE][1]);
+    LAYOUT(host.v_cache, 0, ROW, HEADS, host_array[PAGES + r / PAGE][h][r % PAGE][0]);
     LAYOUT(reserved.k_cache, 0, ROW, HEADS, nhd_array[r + 1][h]);
     LAYOUT(shard.src, 0, ROW, HEADS, nhd_array[r][h]);
     if (one_tensor.src_layers || by_pointers.src_layers != layers || on_the_gpu.src_device_layers != device_layers) {

@@ -31,6 +31,7 @@
 #     symbols       the names and macros that the headers leave defined
 #     systems       the tests compiled for this very processor, for AArch64 under qemu, and for Windows
 #     pictures      the pictures and figures match the results; of which headers these are
+#     documents     the rows of tests/documents.md that need no GPU
 #     format        sources are formatted by clang-format; no line has more than 120 columns; the headers' lines
 #
 # Each test says what it lacks on this machine. All variables are global: sh has no others.
@@ -271,6 +272,13 @@ pictures()
     program 'the table of results' python3 tests/bench/test_results.py
 }
 
+# ---- documents ----
+
+documents()
+{
+    program 'rows of tests/documents.md' sh tests/documents.sh host
+}
+
 # ---- format ----
 
 narrow()
@@ -368,7 +376,8 @@ fuzzers()
 
 case $part in
 readme | callers | emulated | collectives | core | nccl | profile | trace | sanitizers | fuzzers | kernels | \
-    programs | nccl_cuda | nccl_headers | callers_cuda | compilers | matrix | symbols | systems | pictures | format)
+    programs | nccl_cuda | nccl_headers | callers_cuda | compilers | matrix | symbols | systems | pictures | \
+    documents | format)
     "$part"
     ;;
 *)

@@ -445,17 +445,15 @@ typedef struct indexer_page {
     float scales[64];
 } indexer_page;
 
-typedef struct nvfp4_row {
-    uint8_t nope[256], scales[32], padding[16]; /* the padding is not touched */
-    uint16_t rope[64];
-} nvfp4_row;
-
 enum { preset_rows = 150, preset_tokens = 40, preset_pages = 3 };
-_Static_assert(sizeof(ds_mla_row) == 656 && sizeof(ds_mla_v4_page) == 64 * 584 + 64 &&
-                   sizeof(indexer_page) == 64 * 132 && sizeof(nvfp4_row) == 432,
+_Static_assert(sizeof(ds_mla_row) == 656 && sizeof(ds_mla_v4_page) == 64 * 584 + 64 && sizeof(indexer_page) == 64 * 132,
                "the engines' sizes");
 
 /* Where the parts of a row are, by subscripts. */
+typedef struct ds_mla_v41_page {
+    uint8_t values[64][512], scales[64][16];
+} ds_mla_v41_page;
+
 typedef struct preset_row {
     uint8_t *values;
     uint16_t *copied;
@@ -472,8 +470,8 @@ static preset_row find_preset_row(int which, void *cache, int row)
         ds_mla_v4_page *const x = (ds_mla_v4_page *)cache + row / 64;
         r.values = x->rows[row % 64].nope, r.copied = x->rows[row % 64].rope, r.scales = x->scales[row % 64];
     } else if (which == 5) {
-        nvfp4_row *const x = (nvfp4_row *)cache + row;
-        r.values = x->nope, r.copied = x->rope, r.scales = x->scales;
+        ds_mla_v41_page *const x = (ds_mla_v41_page *)cache + row / 64;
+        r.values = x->values[row % 64], r.scales = x->scales[row % 64];
     } else {
         indexer_page *const x = (indexer_page *)cache + row / 64;
         r.values = x->values[row % 64], r.scales = &x->scales[row % 64];
@@ -490,24 +488,19 @@ typedef struct preset_rule {
 static void expect_preset_row(const preset_row *r, int which, preset_rule rule, const uint16_t *k, const uint16_t *v,
                               int elements, int tile)
 {
-    const kvprim_dtype dtype = which == 5 ? KVPRIM_F4E2M1 : KVPRIM_F8E4M3;
-    const kvprim_format f = {.dtype = dtype, .scale_power_of_two = rule.power_of_two, .scale_min = rule.least};
+    const kvprim_format f = {.dtype = KVPRIM_F8E4M3, .scale_power_of_two = rule.power_of_two, .scale_min = rule.least};
     for (int t = 0; t < elements / tile; t++) {
         float x[128];
         for (int e = 0; e < tile; e++)
             x[e] = (float)oracle_decode(KVPRIM_BF16, k[t * tile + e]);
-        float s = oracle_computed(&f, x, tile);
-        if (which == 5) {
-            oracle_put_scale(KVPRIM_F8E4M3, &((uint8_t *)r->scales)[t], s);
-            s = oracle_scale_at(KVPRIM_F8E4M3, &((uint8_t *)r->scales)[t]);
-        } else if (which == 2)
+        const float s = oracle_computed(&f, x, tile), inverse = oracle_divide(1, s);
+        if (which == 2 || which == 5)
             ((uint8_t *)r->scales)[t] = (uint8_t)(127 + oracle_exponent(s));
         else
             ((float *)r->scales)[t] = s;
         for (int e = 0; e < tile; e++) {
-            const float inverse = s == 0 ? 0 : oracle_divide(1, s);
             const float y = rule.inverse ? oracle_multiply(x[e], inverse) : oracle_divide(x[e], s);
-            oracle_put(dtype, r->values, t * tile + e, oracle_encode(dtype, y));
+            r->values[t * tile + e] = (uint8_t)oracle_encode(KVPRIM_F8E4M3, y);
         }
     }
     if (v)
@@ -526,18 +519,18 @@ static void test_presets(void)
                    {"fp8_ds_mla_v4", 448, 64, 64, sizeof(ds_mla_v4_page), {1e-4f / 448, 1, 0}},
                    {"fp8_indexer", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 0, 0}},
                    {"fp8_indexer_ue8m0", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 1, 0}},
-                   {"nvfp4_ds_mla", 512, 64, 16, 64 * 432, {0, 0, 1}}};
+                   {"fp8_ds_mla_v41", 512, 0, 32, sizeof(ds_mla_v41_page), {1e-4f / 448, 1, 0}}};
     static uint16_t k[preset_tokens][576], back[preset_tokens][576];
     int32_t slot[preset_tokens];
-    for (int which = 0; which < 6; which++) {
+    for (int which = 0; which < (int)LENGTH(presets); which++) {
         const size_t bytes = preset_pages * presets[which].page;
         unsigned char *const cache = allocate(bytes), *const want = allocate(bytes);
         const int n = presets[which].elements;
-        kvprim_preset p;
+        kvprim_layout p;
         fill(cache, bytes);
         memcpy(want, cache, bytes);
         const int64_t stride = which == 2 ? (int64_t)presets[which].page : 0; /* its pages are padded */
-        CHECK(kvprim_preset_find(presets[which].name, cache, preset_rows, 64, stride, &p) == KVPRIM_OK);
+        CHECK(find_quantised(presets[which].name, cache, preset_rows, 64, stride, &p) == KVPRIM_OK);
         CHECK(p.k_elements == n && p.v_elements == presets[which].copied && p.k_cache.format == &p.k_format);
         p.k_cache.bytes = (int64_t)bytes;
         for (int i = 0; i < preset_tokens; i++) {
@@ -563,7 +556,7 @@ static void test_presets(void)
             fail("%s: bytes differ", presets[which].name);
 
         const kvprim_gather_desc g = gather_of(formatted(strided_table(back, preset_tokens, sizeof back[0]), &bf16),
-                                               p.k_cache, which == 5 ? n / 2 : n, slot, preset_tokens);
+                                               p.k_cache, n, slot, preset_tokens);
         CHECK(kvprim_gather(&g) == KVPRIM_OK);
         for (int i = 0; i < preset_tokens; i++)
             for (int e = 0; e < n; e++) {
@@ -571,11 +564,10 @@ static void test_presets(void)
                 if (slot[i] >= 0) {
                     const preset_row r = find_preset_row(which, want, slot[i]);
                     const int t = e / presets[which].tile;
-                    const kvprim_dtype dtype = which == 5 ? KVPRIM_F4E2M1 : KVPRIM_F8E4M3;
-                    x = oracle_multiply((float)oracle_decode(dtype, oracle_code_of(dtype, r.values, e)),
-                                        which == 5   ? oracle_scale_at(KVPRIM_F8E4M3, (uint8_t *)r.scales + t)
-                                        : which == 2 ? (float)oracle_ldexp(1, ((uint8_t *)r.scales)[t] - 127)
-                                                     : ((float *)r.scales)[t]);
+                    x = oracle_multiply((float)oracle_decode(KVPRIM_F8E4M3, r.values[e]),
+                                        which == 2 || which == 5
+                                            ? (float)oracle_ldexp(1, ((uint8_t *)r.scales)[t] - 127)
+                                            : ((float *)r.scales)[t]);
                 }
                 if (back[i][e] != oracle_encode(KVPRIM_BF16, x))
                     fail("%s: token %d, element %d is %#x", presets[which].name, i, e, back[i][e]);
@@ -583,20 +575,17 @@ static void test_presets(void)
         free(cache);
         free(want);
     }
-    kvprim_preset p;
+    kvprim_layout p;
     char data[8];
-    CHECK_ERROR(kvprim_preset_find(NULL, data, 1, 1, 0, &p), KVPRIM_ERROR_NULL, "name is NULL");
-    CHECK_ERROR(kvprim_preset_find("fp8_ds_mla", NULL, 1, 1, 0, &p), KVPRIM_ERROR_NULL, "data is NULL");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, 1, 0, NULL), KVPRIM_ERROR_NULL, "preset is NULL");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 0, 1, 0, &p), KVPRIM_ERROR_SIZE, "rows is 0, less than 1");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, -5, 0, &p), KVPRIM_ERROR_SIZE,
-                "page_rows is -5, less than 1");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, 2, 263, &p), KVPRIM_ERROR_SIZE,
+    CHECK_ERROR(find_quantised(NULL, data, 1, 1, 0, &p), KVPRIM_ERROR_NULL, "name is NULL");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 1, 1, 0, NULL), KVPRIM_ERROR_NULL, "layout is NULL");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 0, 1, 0, &p), KVPRIM_ERROR_SIZE, "rows is 0, less than 1");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 1, -5, 0, &p), KVPRIM_ERROR_SIZE, "page_rows is -5, less than 1");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 1, 2, 263, &p), KVPRIM_ERROR_SIZE,
                 "page_stride is 263, less than a page's bytes, 264");
-    CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, INT64_MAX / 100, 0, &p), KVPRIM_ERROR_SIZE, "too large");
-    CHECK_ERROR(kvprim_preset_find("fp8", data, 1, 1, 0, &p), KVPRIM_ERROR_ARGUMENT,
-                "no preset is called 'fp8': there are fp8_ds_mla, fp8_ds_mla_sglang, fp8_ds_mla_v4, fp8_indexer, "
-                "fp8_indexer_ue8m0 and nvfp4_ds_mla");
+    CHECK_ERROR(find_quantised("fp8_indexer", data, 1, INT64_MAX / 100, 0, &p), KVPRIM_ERROR_SIZE, "too large");
+    CHECK_ERROR(find_quantised("fp8", data, 1, 1, 0, &p), KVPRIM_ERROR_ARGUMENT,
+                "'fp8' is neither a name of >>layout nor an order of LBHN2C");
 }
 
 /* ---- bad descriptors ---- */

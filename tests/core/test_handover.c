@@ -384,7 +384,7 @@ static void test_bad_moves(void)
         k = good, k.layers = 2;
         CHECK_ERROR(handover_chunk_moves(&c, &k, data, slots, NULL, way, moves), KVPRIM_ERROR_SIZE, "bytes");
         k = good, k.heads = 3;
-        CHECK_ERROR(handover_chunk_moves(&c, &k, data, slots, NULL, way, moves), KVPRIM_ERROR_SIZE, "stride");
+        CHECK_ERROR(handover_chunk_moves(&c, &k, data, slots, NULL, way, moves), KVPRIM_ERROR_SIZE, "heads 3");
         k = good, k.tokens = -1;
         CHECK_ERROR(handover_chunk_moves(&c, &k, data, slots, NULL, way, moves), KVPRIM_ERROR_SIZE, "-1");
         k = good, k.bytes = 511;

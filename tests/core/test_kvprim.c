@@ -69,7 +69,10 @@ static void test_version_and_sizes(void)
                  SIZE_OF(kvprim_copy_item),
                  SIZE_OF(kvprim_move),
                  SIZE_OF(kvprim_format),
-                 SIZE_OF(kvprim_preset),
+                 SIZE_OF(kvprim_layout_sizes),
+                 SIZE_OF(kvprim_layout),
+                 SIZE_OF(kvprim_pack_desc),
+                 SIZE_OF(kvprim_pack),
                  SIZE_OF(kvprim_key_extra),
                  SIZE_OF(kvprim_keys_desc),
                  SIZE_OF(kvprim_key_table),
@@ -1593,6 +1596,12 @@ static void run_for_isa(void)
     run("transfer: inside one cache", test_same_cache);
     run("rows: streaming", test_streaming);
     run("layouts of engines", test_layouts);
+    run("layouts by name", test_named_places);
+    run("layouts by name: errors", test_named_errors);
+    run("any layout to any", test_named_pairs);
+    run("runs", test_runs);
+    run("staging areas", test_packs);
+    run("staging areas: errors", test_pack_errors);
     run_keys();
 #if !defined(_WIN32)
     run("prefix: guard pages", test_prefix_guard_pages);

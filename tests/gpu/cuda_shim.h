@@ -296,12 +296,14 @@ static inline uint32_t kvpc_multiprocessors()
     return 1; /* so that small stores take two loads, too */
 }
 
-[[maybe_unused]] static bool kvprim_emulate_link;     /* as if one side of every transfer were pinned host memory */
+[[maybe_unused]] static bool kvprim_emulate_link;     /* as if one side of every transfer were pinned host memory, */
+[[maybe_unused]] static bool kvprim_emulate_to_host;  /* the destination */
 [[maybe_unused]] static bool kvprim_emulate_captured; /* as if the stream were being captured */
 [[maybe_unused]] static bool kvprim_emulate_refuse;   /* CUDA's own copy refuses */
 
-static inline bool kvpc_is_link(const void *, const void *)
+static inline bool kvpc_is_link(const void *, const void *, bool *to_host)
 {
+    *to_host = kvprim_emulate_to_host;
     return kvprim_emulate_link;
 }
 

@@ -751,16 +751,16 @@ struct preset_case {
 /* Stores rows of bf16 by a preset, or gathers them from it. */
 static void run_preset(arena *a, const preset_case *c, bool store)
 {
-    kvprim_preset host, on;
+    kvprim_layout host, on;
     unsigned char none[1] = {0};
     empty(a);
-    CHECK(kvprim_preset_find(c->name, none, c->rows, c->page_rows, 0, &host) == KVPRIM_OK);
+    CHECK(find_quantised(c->name, none, c->rows, c->page_rows, 0, &host) == KVPRIM_OK);
     const int64_t page = host.k_cache.page_stride + c->page_gap, pages = (c->rows + c->page_rows - 1) / c->page_rows;
     const int64_t elements = host.k_elements, v_bytes = host.v_elements * 2;
     const size_t bytes = size_t(page * pages);
     unsigned char *const cache = reserve<unsigned char>(a, bytes, 0);
-    CHECK(kvprim_preset_find(c->name, cache, c->rows, c->page_rows, page, &host) == KVPRIM_OK);
-    CHECK(kvprim_preset_find(c->name, on_device(a, cache), c->rows, c->page_rows, page, &on) == KVPRIM_OK);
+    CHECK(find_quantised(c->name, cache, c->rows, c->page_rows, page, &host) == KVPRIM_OK);
+    CHECK(find_quantised(c->name, on_device(a, cache), c->rows, c->page_rows, page, &on) == KVPRIM_OK);
     kvprim_format bf16 = format_of(KVPRIM_BF16);
     kvprim_table k = table_of(reserve(a, size_t(c->count * elements * 2), 0), c->count);
     kvprim_table v = v_bytes ? table_of(reserve(a, size_t(c->count * v_bytes), 0), c->count) : table_of(nullptr, 0);
@@ -795,7 +795,7 @@ static void run_preset(arena *a, const preset_case *c, bool store)
 static void convert_presets(arena *a)
 {
     for (const char *const name :
-         {"fp8_ds_mla", "fp8_ds_mla_sglang", "fp8_ds_mla_v4", "fp8_indexer", "fp8_indexer_ue8m0", "nvfp4_ds_mla"})
+         {"fp8_ds_mla", "fp8_ds_mla_sglang", "fp8_ds_mla_v4", "fp8_indexer", "fp8_indexer_ue8m0"})
         for (const int64_t page_rows : {1, 16, 64})
             for (const int64_t count : {1, 5, 64, 130})
                 for (const bool store : {true, false}) {

@@ -217,15 +217,15 @@ static void link_choices()
         int32_t layers;
         int64_t gap;
         bool indexed, captured;
-        unsigned copies, blocks;
+        unsigned copies, blocks[2]; /* to the GPU; to the host */
     } cases[] = {
-        {65536, 1, 1, 0, false, false, 1, 0},  {65520, 1, 1, 0, false, false, 0, 16},
-        {4096, 16, 1, 0, false, false, 1, 0},  {65536, 1, 2, 0, false, false, 0, 2},
-        {65536, 1, 3, 0, false, false, 0, 2},  {65536, 32, 2, 0, false, false, 2, 0},
-        {512, 256, 1, 16, false, false, 1, 0}, {496, 256, 1, 16, false, false, 0, 4},
-        {65536, 2, 1, 0, true, false, 0, 2},   {65536, 31, 1, 0, false, true, 0, 2},
-        {65536, 32, 1, 0, false, true, 1, 0},  {65536, 32, 1, 64, false, true, 1, 0},
-        {1000, 100, 1, 0, true, false, 0, 8},
+        {65536, 1, 1, 0, false, false, 1, {}},     {65520, 1, 1, 0, false, false, 0, {16, 16}},
+        {4096, 16, 1, 0, false, false, 1, {}},     {65536, 1, 2, 0, false, false, 0, {4, 4}},
+        {65536, 1, 3, 0, false, false, 0, {4, 4}}, {65536, 32, 2, 0, false, false, 2, {}},
+        {512, 256, 1, 16, false, false, 1, {}},    {496, 256, 1, 16, false, false, 0, {8, 8}},
+        {65536, 2, 1, 0, true, false, 0, {4, 4}},  {65536, 31, 1, 0, false, true, 0, {4, 4}},
+        {65536, 32, 1, 0, false, true, 1, {}},     {65536, 32, 1, 64, false, true, 1, {}},
+        {1000, 100, 1, 0, true, false, 0, {8, 8}}, {4096, 64, 1, 0, true, false, 0, {8, 5}},
     };
     static int32_t index[256];
     const size_t room = 5 << 20;
@@ -243,10 +243,33 @@ static void link_choices()
         const unsigned launches = kvprim_emulate_launches, copies = kvprim_emulate_copies;
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
         CHECK(kvprim_emulate_copies - copies == c.copies && kvprim_emulate_launches - launches == (c.copies == 0));
-        CHECK(c.copies || gridDim.x == c.blocks);
+        CHECK(c.copies || gridDim.x == c.blocks[kvprim_emulate_to_host]);
         for (int64_t r = 0; r < c.layers * c.count; r++)
             CHECK(memcmp(dst + r * (c.row_bytes + c.gap), src + r * c.row_bytes, size_t(c.row_bytes)) == 0);
     }
+    kvprim_emulate_captured = false;
+}
+
+/* How many copies of one side's few items CUDA makes itself, and that a kernel makes the rest. */
+static void link_few()
+{
+    static unsigned char src[4][100], got[4][100];
+    for (uint64_t n = 1; n <= 4; n++)
+        for (const bool alone : {true, false}) {
+            kvprim_copy_item items[4] = {};
+            for (uint64_t i = 0; i < n; i++)
+                items[i].dst = got[i], items[i].src = src[i] + 1, items[i].bytes = 99 - i;
+            kvprim_copy_desc d = {};
+            d.items = items, d.count = n;
+            fill(src[0], sizeof src);
+            memset(got, 0, sizeof got);
+            kvprim_emulate_captured = !alone;
+            const unsigned before = kvprim_emulate_copies, most = kvprim_emulate_to_host ? 3 : 2;
+            CHECK(kvprim_cuda_copy(&d, nullptr) == KVPRIM_OK);
+            CHECK(kvprim_emulate_copies - before == (alone && n <= most && !kvprim_emulate_refuse ? n : 0));
+            for (uint64_t i = 0; i < n; i++)
+                CHECK(memcmp(got[i], src[i] + 1, 99 - i) == 0 && got[i][99 - i] == 0);
+        }
     kvprim_emulate_captured = false;
 }
 
@@ -326,7 +349,14 @@ static void test_link()
 {
     long_transfers(&memory);
     kvprim_emulate_link = true;
-    link_choices();
+    for (const bool to_host : {true, false}) {
+        kvprim_emulate_to_host = to_host;
+        link_choices();
+        link_few();
+    }
+    kvprim_emulate_refuse = true;
+    link_few();
+    kvprim_emulate_refuse = false;
     link_runs();
     link_pairs();
     transfer_lines(&memory);

@@ -153,7 +153,7 @@ run_handover()
     run 2 build/14_handover $several --from-tp 2 --to-tp 4 --from-layout hnd --cancel-every 4
     run 2 build/14_handover $several --head-bytes 2048 --heads 2 --mode straight
     handover_tests
-    chunks=64M,4M,8M,16M,32M,128M
+    chunks=64M,512K,4M,8M,16M,32M,128M
     run 2 build/bench_handover 9 $chunks --mode all --requests 2
     run 2 build/bench_handover 9 $chunks --mode all --requests 2 --lanes 1 --to-layout hnd
     run 2 build/bench_handover 5 8M,1M,2M,4M --sockets --requests 2 --tokens 1024 --lanes 1

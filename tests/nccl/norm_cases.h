@@ -62,6 +62,40 @@ static inline void norm_place_output(norm_case *c, int tensor, int64_t *stride, 
     c->at[tensor] = norm_place(c, (uint64_t)(c->d.tokens * norm_stride(c, *stride) * element), draw >> 16);
 }
 
+/* Words of 32 bits that the scales of a token take. */
+static inline int64_t norm_words(const kvprim_norm_desc *d)
+{
+    const int64_t groups = d->scale_group ? d->hidden / d->scale_group : 1;
+    return d->scale_dtype == KVPRIM_F8E8M0 ? (groups + 3) / 4 : groups;
+}
+
+static inline int64_t norm_scale_step(const kvprim_norm_desc *d)
+{
+    return d->scale_stride ? d->scale_stride : norm_words(d);
+}
+
+/* Words from the first scale to the last. */
+static inline int64_t norm_scales(const kvprim_norm_desc *d)
+{
+    const int64_t step = d->scale_group_stride ? d->scale_group_stride : 1;
+    const int64_t tokens = d->scale_group || d->scale_per_token ? d->tokens : 1;
+    return (tokens - 1) * norm_scale_step(d) + (norm_words(d) - 1) * step + 1;
+}
+
+/* Scales of groups, in half of the cases that can have them: rows or columns, packed or with gaps. */
+static inline void norm_draw_groups(kvprim_norm_desc *d, uint64_t draw, uint64_t own_draw)
+{
+    if (d->hidden % 128 || draw % 2)
+        return;
+    d->scale_group = 128, d->scale_per_token = 0;
+    d->scale_power_of_two = draw >> 1 & 1;
+    d->scale_dtype = draw >> 2 & 1 ? KVPRIM_F8E8M0 : draw >> 3 & 1 ? KVPRIM_F32 : (kvprim_dtype)0;
+    if (own_draw & 1)
+        d->scale_stride = norm_words(d) + (int64_t)(own_draw >> 2 & 3);
+    if (own_draw & 2)
+        d->scale_stride = 1, d->scale_group_stride = d->tokens + (int64_t)(own_draw >> 2 & 3);
+}
+
 /* A case with so many tokens. `shared_draw` says what must be the same on every rank; `own_draw` where this rank's
    tensors lie, and which outputs there are. */
 static inline norm_case norm_draw(kvprim_dtype dtype, int64_t tokens, int64_t hidden, int plain, uint64_t shared_draw,
@@ -95,7 +129,8 @@ static inline norm_case norm_draw(kvprim_dtype dtype, int64_t tokens, int64_t hi
         norm_place_output(&c, norm_quantised, &c.d.quantised_stride, hash_u64(f + 4));
         c.d.scale_per_token = (int32_t)(a >> 5 & 1);
         c.d.scale_min = least[a >> 6 & 3];
-        c.at[norm_scale] = norm_place(&c, 4 * (uint64_t)(c.d.scale_per_token ? tokens : 1), b >> 22);
+        norm_draw_groups(&c.d, a >> 8, b >> 26);
+        c.at[norm_scale] = norm_place(&c, 4 * (uint64_t)norm_scales(&c.d), b >> 22);
     }
     c.bytes = (c.bytes + 31) / 16 * 16; /* at least 16 bytes after the last one */
     return c;
@@ -182,7 +217,7 @@ static inline void norm_fill(const norm_case *c, int rank, char *image)
         const uint16_t w = c->seed % 8 == 0 && i % 97 == 3 ? (uint16_t)h : norm_number(c->d.dtype, h, -1);
         memcpy(image + c->at[norm_weight] + i * 2, &w, 2);
     }
-    if (c->at[norm_scale] != norm_absent && !c->d.scale_per_token) {
+    if (c->at[norm_scale] != norm_absent && !c->d.scale_per_token && !c->d.scale_group) {
         static const float scales[] = {0.003f, 0.25f, 0.0477f, 1e-6f, 1e-25f, 3e30f}; /* the last ones: see kvpc_over */
         const float scale = scales[c->seed / 8 % 6];
         memcpy(image + c->at[norm_scale], &scale, 4);
@@ -207,6 +242,12 @@ static inline void norm_copy_outputs(const norm_case *c, char *to, const char *f
         for (int64_t token = first; token < c->d.tokens && c->at[output] != norm_absent; token++)
             memcpy(to + c->at[output] + token * step, from + c->at[output] + (token - back) * step, bytes);
     }
+    const int64_t step = 4 * norm_scale_step(&c->d), next = c->d.scale_group_stride ? c->d.scale_group_stride : 1;
+    for (int64_t token = first; token < c->d.tokens && c->d.scale_group; token++)
+        for (int64_t word = 0; word < norm_words(&c->d); word++) {
+            const size_t at = c->at[norm_scale] + (size_t)(4 * word * next);
+            memcpy(to + at + token * step, from + at + (token - back) * step, 4);
+        }
 }
 
 /* Turns the image of this rank into what the call must leave, by the host's twin, and checks that with the oracle. */

@@ -31,7 +31,8 @@ enum { oracle_most = 16384 };
 /* What a token's elements must be. */
 typedef struct oracle_row {
     double s[oracle_most], r[oracle_most], y[oracle_most], q[oracle_most];
-    float total, scale, factor; /* total: of the squares */
+    float total, factor;          /* total: of the squares */
+    float scale[oracle_most / 8]; /* of the groups, or one */
 } oracle_row;
 
 static inline float oracle_tree(const float *sums, int first, int count, int packs)
@@ -61,16 +62,35 @@ static inline void oracle_set_factor(oracle_row *row, int hidden, float eps)
     row->factor = (float)(1 / sqrt((double)(float)((double)mean + (double)eps))); /* rounded as once: see test_roots */
 }
 
-/* The largest |y| / 448, but NaN does not count, infinity is the largest float, and there is a least. */
-static inline float oracle_token_scale(const double *y, int hidden, float least)
+/* The largest |y| / 448, but NaN does not count, infinity is the largest float, and there is a least. powers: the next
+   power of two that is no less. */
+static inline float oracle_scale(const double *y, int hidden, float least, int powers)
 {
+    int exponent;
     double most = 0;
     for (int i = 0; i < hidden; i++)
         if (fabs(y[i]) > most) /* false for NaN */
             most = fabs(y[i]);
     most = most > (double)FLT_MAX ? (double)FLT_MAX : most;
     const float scale = (float)(most / 448), floor = least > 0 ? least : FLT_MIN;
-    return scale > floor ? scale : floor;
+    const float larger = scale > floor ? scale : floor, fraction = frexpf(larger, &exponent);
+    return !powers ? larger : ldexpf(1, fraction == 0.5f ? exponent - 1 : exponent);
+}
+
+/* Elements of a scale. */
+static inline int64_t oracle_group(const kvprim_norm_desc *d)
+{
+    return d->scale_group ? d->scale_group : d->hidden;
+}
+
+/* What the description's scale of a token's group is. */
+static inline float oracle_written_scale(const kvprim_norm_desc *d, int64_t token, int64_t group)
+{
+    const int64_t groups = d->hidden / oracle_group(d), exponents = d->scale_dtype == KVPRIM_F8E8M0;
+    const int64_t words = exponents ? (groups + 3) / 4 : groups, word = exponents ? group / 4 : group;
+    const float *const at = d->scale + token * (d->scale_stride ? d->scale_stride : words) +
+                            word * (d->scale_group_stride ? d->scale_group_stride : 1);
+    return exponents ? ldexpf(1, ((const unsigned char *)at)[group % 4] - 127) : *at;
 }
 
 /* Of `scale` it is given what it reads: of one for all tokens. Strides are the description's. */
@@ -96,9 +116,14 @@ static inline void oracle_token(const kvprim_norm_desc *d, const void *const *se
         const float by = (float)(d->weight_plus_one ? w + 1 : w), x = (float)(row->r[i] * (double)row->factor);
         row->y[i] = oracle_rounded(d->dtype, (double)(float)((double)x * (double)by));
     }
-    row->scale = d->scale_per_token ? oracle_token_scale(row->y, hidden, d->scale_min) : d->scale ? *d->scale : 1;
+    const int each = (int)oracle_group(d), powers = d->scale_power_of_two || d->scale_dtype == KVPRIM_F8E8M0;
+    for (int g = 0; g < hidden / each; g++)
+        row->scale[g] = d->scale_per_token || d->scale_group
+                            ? oracle_scale(row->y + g * each, each, d->scale_min, powers)
+                        : d->scale ? *d->scale
+                                   : 1;
     for (int i = 0; i < hidden && d->quantised; i++)
-        row->q[i] = oracle_rounded(KVPRIM_F8E4M3, (double)(float)(row->y[i] / (double)row->scale));
+        row->q[i] = oracle_rounded(KVPRIM_F8E4M3, (double)(float)(row->y[i] / (double)row->scale[i / each]));
 }
 
 /* How many elements of a token's outputs are not those of `row`. d: its outputs. */
@@ -112,7 +137,9 @@ static inline int oracle_wrong(const kvprim_norm_desc *d, int64_t token, const o
               {d->residual_out, d->residual_out_stride, row->r},
               {d->out, d->out_stride, row->y}};
     const unsigned char *const q = (const unsigned char *)d->quantised;
-    int wrong = d->quantised && d->scale_per_token && d->scale[token] != row->scale;
+    int wrong = d->quantised && d->scale_per_token && d->scale[token] != row->scale[0];
+    for (int64_t g = 0; d->quantised && d->scale_group && g < d->hidden / d->scale_group; g++)
+        wrong += oracle_written_scale(d, token, g) != row->scale[g];
     for (int64_t i = 0; i < d->hidden; i++) {
         for (int k = 0; k < 3; k++)
             wrong += of[k].data && !oracle_same(oracle_element(d->dtype, of[k].data,

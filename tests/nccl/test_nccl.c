@@ -41,7 +41,7 @@ static void test_descriptors(void)
         {offsetof(kvprim_comm_desc, max_sms), -7, "desc->max_sms is -7"},
         {offsetof(kvprim_comm_desc, no_kernels), 3, "desc->no_kernels is 3, must be 0 to 1"},
         {offsetof(kvprim_comm_desc, nccl_window), 2, "desc->nccl_window is 2"},
-        {offsetof(kvprim_comm_desc, padding), 1, "desc->padding is 1, must be 0"},
+        {offsetof(kvprim_comm_desc, launch_dependents), 2, "desc->launch_dependents is 2, must be 0 to 1"},
     };
     static const int32_t in_use[] = {kvpn_alive, kvpn_initialising, kvpn_aborted};
     kvprim_comm comm;
@@ -413,6 +413,39 @@ static void norm_refuses(const kvprim_norm_desc *d, kvprim_status status, const 
     CHECK_ERROR(kvprim_all_reduce_norm_host(d, &d->send, 1), status, words);
 }
 
+/* Scales of groups: of 4 tokens and 16 groups, whose places may not lie in each other. */
+static void test_norm_groups(void)
+{
+    static const struct {
+        int64_t stride, step;
+        kvprim_dtype dtype;
+        bool fits;
+    } cases[] = {{0, 0, KVPRIM_F32, true},         {16, 1, KVPRIM_F32, true},   {15, 1, KVPRIM_F32, false},
+                 {1, 4, KVPRIM_F32, true},         {1, 3, KVPRIM_F32, false},   {2, 7, KVPRIM_F32, true},
+                 {2, 6, KVPRIM_F32, false},        {4, 1, KVPRIM_F8E8M0, true}, {3, 1, KVPRIM_F8E8M0, false},
+                 {-16, 1, KVPRIM_F32, false},      {16, -1, KVPRIM_F32, false}, {INT64_MAX, 1, KVPRIM_F32, false},
+                 {1, INT64_MAX, KVPRIM_F32, false}};
+    kvprim_norm_desc d = good_norm();
+    d.hidden = 2048, d.scale_group = 128;
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+        d.scale_stride = cases[k].stride, d.scale_group_stride = cases[k].step, d.scale_dtype = cases[k].dtype;
+        if (cases[k].fits)
+            CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+        else
+            norm_refuses(&d, KVPRIM_ERROR_SIZE, "lie in each other");
+    }
+    d.scale_stride = d.scale_group_stride = 0, d.scale_dtype = KVPRIM_F16;
+    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_dtype is ");
+    d.scale_dtype = KVPRIM_F32, d.scale_per_token = 1;
+    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_group is 128 with scale_per_token 1");
+    d.scale_per_token = 0, d.scale = (float *)d.out - 64; /* 64 scales, up to out */
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d.scale++;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->scale, ");
+    d = good_norm(), d.quantised = NULL, d.scale = NULL, d.hidden = 128, d.scale_group = 128;
+    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_group is set, but");
+}
+
 static void test_norm_fields(void)
 {
     static const struct {
@@ -434,9 +467,14 @@ static void test_norm_fields(void)
         {offsetof(kvprim_norm_desc, scale_per_token), 2, KVPRIM_ERROR_ARGUMENT,
          "desc->scale_per_token is 2, must be 0 or"},
         {offsetof(kvprim_norm_desc, weight_plus_one), -1, KVPRIM_ERROR_ARGUMENT, "desc->weight_plus_one is -1"},
-        {offsetof(kvprim_norm_desc, padding), 1, KVPRIM_ERROR_ARGUMENT, "desc->padding is 1, must be 0"},
-        {offsetof(kvprim_norm_desc, reserved), 7, KVPRIM_ERROR_ARGUMENT, "desc->reserved[0] is 7, must be 0"},
-        {offsetof(kvprim_norm_desc, reserved) + 8, 7, KVPRIM_ERROR_ARGUMENT, "desc->reserved[1] is 7"},
+        {offsetof(kvprim_norm_desc, scale_group), 64, KVPRIM_ERROR_ARGUMENT, "desc->scale_group is 64"},
+        {offsetof(kvprim_norm_desc, scale_group), 128, KVPRIM_ERROR_SIZE, "desc->hidden is 64, must be a multiple of"},
+        {offsetof(kvprim_norm_desc, scale_stride), 1, KVPRIM_ERROR_ARGUMENT, "desc->scale_stride is set, but"},
+        {offsetof(kvprim_norm_desc, scale_group_stride), 1, KVPRIM_ERROR_ARGUMENT, "desc->scale_group_stride is set"},
+        {offsetof(kvprim_norm_desc, scale_power_of_two), 1, KVPRIM_ERROR_ARGUMENT, "desc->scale_power_of_two is set"},
+        {offsetof(kvprim_norm_desc, scale_power_of_two), 2, KVPRIM_ERROR_ARGUMENT, "desc->scale_power_of_two is 2"},
+        {offsetof(kvprim_norm_desc, scale_dtype), KVPRIM_F32, KVPRIM_ERROR_ARGUMENT, "desc->scale_dtype is set, but"},
+        {offsetof(kvprim_norm_desc, reserved), 7, KVPRIM_ERROR_ARGUMENT, "desc->reserved is 7, must be 0"},
         {offsetof(kvprim_norm_desc, send_stride), 56, KVPRIM_ERROR_SIZE,
          "must be a multiple of 8 and at least desc->hidden, 64"},
         {offsetof(kvprim_norm_desc, residual_stride), 68, KVPRIM_ERROR_SIZE, "the stride of desc->residual is 68"},
@@ -453,6 +491,7 @@ static void test_norm_fields(void)
         memcpy((char *)&d + bad[k].field, &bad[k].value, sizeof bad[k].value);
         norm_refuses(&d, bad[k].status, bad[k].words);
     }
+    test_norm_groups();
     d = good_norm(), d.tokens = -1;
     norm_refuses(&d, KVPRIM_ERROR_SIZE, "desc->tokens is -1");
     d.tokens = INT64_MAX;
@@ -694,7 +733,8 @@ static kvprim_status take_norm_part(const kvpn_call *, const kvprim_norm_desc *d
     CHECK(norm_follows(d->sum, w->sum, w->sum_stride, 2) && norm_follows(d->out, w->out, w->out_stride, 2));
     CHECK(norm_follows(d->residual_out, w->residual_out, w->residual_out_stride, 2));
     CHECK(norm_follows(d->quantised, w->quantised, w->quantised_stride, 1));
-    CHECK(norm_follows(d->scale, w->scale, w->scale_per_token, 4) && d->tokens > 0);
+    CHECK(norm_follows(d->scale, w->scale, w->scale_group ? w->scale_stride : w->scale_per_token, 4));
+    CHECK(d->tokens > 0);
     norm_taken += d->tokens;
     return KVPRIM_OK;
 }
@@ -706,6 +746,7 @@ static void test_norm_parts(void)
     for (int k = 0; k < 2 * 12; k++) {
         norm_whole = good_norm(), norm_taken = 0;
         norm_whole.tokens = 1 + k / 2, norm_whole.scale_per_token = k % 2;
+        norm_whole.scale_group = k % 3 ? 0 : 128, norm_whole.scale_stride = k % 3 ? 0 : 5;
         norm_whole.send_stride = 64, norm_whole.residual_stride = 72, norm_whole.sum_stride = 80;
         norm_whole.residual_out_stride = 88, norm_whole.out_stride = 96, norm_whole.quantised_stride = 104;
         CHECK(kvpn_launch_norm_by(&c, &norm_whole, take_norm_part, 5) == KVPRIM_OK);

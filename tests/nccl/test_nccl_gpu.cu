@@ -740,6 +740,11 @@ static void test_choices(rank_state &r)
     desc = desc_of(r, 0);
     desc.exchange = exchange_by_meeting, desc.exchange_context = &r;
     use(r, desc, own ? "on, " : "off: ");
+    desc = desc_of(r, 0);
+    desc.launch_dependents = r.rank != 0; /* whether what follows starts early is each rank's own affair */
+    const bool early = strstr(kvprim_comm_describe(&r.comm), ", dependent launch") && r.rank != 0;
+    if (!leaves_out("what follows starts early, and then holds multiprocessors for which other ranks wait"))
+        use(r, desc, early ? "dependent launch, also of what follows" : own ? "on, " : "off: ");
 }
 
 /* With a communicator of NCCL's, which the caller ends. */

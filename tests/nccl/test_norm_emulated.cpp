@@ -96,6 +96,25 @@ static float total_of(const std::vector<kvpn_thread> &row, const std::vector<kvp
     return tree_of(groups, kvpn_norm_is<form>::groups);
 }
 
+/* Quantises a token, whose largest |y| is `largest`, or the packs of each 16 neighbouring threads by their own. */
+template <kvpn_norm_form form>
+static void quantise(const kvpn_norm_params &p, const std::vector<kvpn_thread> &row, uint32_t largest,
+                     const std::vector<kvpn_norm_token<form>> &tokens)
+{
+    constexpr uint32_t packs = kvpn_norm_is<form>::packs;
+    for (size_t first = 0; first < row.size(); first += 16) {
+        uint32_t most[packs] = {};
+        for (size_t t = first; t < first + 16; t++)
+            for (uint32_t k = 0; k < packs; k++)
+                if (p.scales < kvpn_of_groups)
+                    most[k] = largest;
+                else if (kvpn_norm_has<form>(p, row[t], k))
+                    most[k] = kvpn_norm_most<kvpn_bf16>(most[k], tokens[t].r[k]);
+        for (size_t t = first; t < first + 16; t++)
+            kvpn_norm_quantise<kvpn_bf16>(p, row[t], most, tokens[t]);
+    }
+}
+
 /* The sums of each token's squares that the rank's call has made, or -1. Results would hide how they were added. */
 static thread_local std::vector<float> totals;
 
@@ -113,8 +132,8 @@ static void finish_token(const kvpn_norm_params &p, const std::vector<kvpn_threa
         kvpn_norm_multiply<kvpn_bf16>(p, row[t], total, tokens[t]);
         largest = std::max(largest, kvpn_norm_most<kvpn_bf16>(p, row[t], tokens[t]));
     }
-    for (size_t t = 0; t < row.size() && p.quantised; t++)
-        kvpn_norm_quantise<kvpn_bf16>(p, row[t], largest, tokens[t]);
+    if (p.quantised)
+        quantise<form>(p, row, largest, tokens);
 }
 
 /* The norm alone: a block has a token. */
@@ -221,7 +240,14 @@ static kvpn_norm_params params_of(job &j, uint32_t rank, const call &c, const no
     p.residual_out_stride = 2 * norm_stride(&n, d.residual_out_stride);
     p.out = static_cast<char *>(d.out), p.out_stride = 2 * norm_stride(&n, d.out_stride);
     p.quantised = static_cast<char *>(d.quantised), p.quantised_stride = norm_stride(&n, d.quantised_stride);
-    p.scale = d.scale, p.scale_per_token = static_cast<uint32_t>(d.scale_per_token);
+    p.scale = d.scale;
+    p.scales = d.scale_per_token                ? kvpn_of_token
+               : !d.scale_group                 ? kvpn_of_tensor
+               : d.scale_dtype == KVPRIM_F8E8M0 ? kvpn_of_groups_exponents
+               : d.scale_power_of_two           ? kvpn_of_groups_powers
+                                                : kvpn_of_groups;
+    p.scale_stride = 4 * norm_scale_step(&d);
+    p.scale_group_stride = 4 * (d.scale_group_stride ? d.scale_group_stride : 1);
     p.scale_min = d.scale_min > 0 ? d.scale_min : FLT_MIN;
     p.part_of_hidden = 1.0f / static_cast<float>(c.hidden), p.eps = d.eps;
     p.weight_plus_one = static_cast<uint32_t>(d.weight_plus_one);

@@ -10,6 +10,9 @@ import re
 FIGURES = [('time, us', 'gpu__time_duration.sum', 1e6),
            ('DRAM, GB/s', 'dram__bytes.sum.per_second', 1e-9),
            ('DRAM, % of peak', 'dram__throughput.avg.pct_of_peak_sustained_elapsed', 1),
+           ('DRAM read, MB', 'dram__bytes_read.sum', 1e-6),
+           ('DRAM written, MB', 'dram__bytes_write.sum', 1e-6),
+           ('issue slots, %', 'smsp__issue_active.avg.pct_of_peak_sustained_active', 1),
            ("stall's share, %", '', 0),
            ('long scoreboard, %', '', 0),
            ('not selected, %', '', 0),
@@ -25,16 +28,13 @@ FIGURES = [('time, us', 'gpu__time_duration.sum', 1e6),
            ('blocks: warps', 'launch__occupancy_limit_warps', 1),
            ('local accesses', 'smsp__inst_executed_op_local_ld.sum', 1),
            ('local accesses', 'smsp__inst_executed_op_local_st.sum', 1)]
-ROWS_FIGURES = [('DRAM read, MB', 'dram__bytes_read.sum', 1e-6),
-                ('DRAM written, MB', 'dram__bytes_write.sum', 1e-6),
-                ('L2, % of peak', 'lts__throughput.avg.pct_of_peak_sustained_elapsed', 1),
+ROWS_FIGURES = [('L2, % of peak', 'lts__throughput.avg.pct_of_peak_sustained_elapsed', 1),
                 ('L2 hits, %', 'lts__t_sector_hit_rate.pct', 1),
                 ('L1, % of peak', 'l1tex__throughput.avg.pct_of_peak_sustained_active', 1),
                 ('L1 hits, %', 'l1tex__t_sector_hit_rate.pct', 1),
                 ('sectors a load', 'l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio', 1),
                 ('sectors a store', 'l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio', 1),
                 ('SM, %', 'sm__throughput.avg.pct_of_peak_sustained_elapsed', 1),
-                ('issue slots, %', 'smsp__issue_active.avg.pct_of_peak_sustained_active', 1),
                 ('tensor cores, %', 'sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active', 1),
                 ('tensor cores, %', 'sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active', 1),
                 ('threads', 'smsp__thread_inst_executed_per_inst_executed.ratio', 1),
@@ -70,6 +70,9 @@ class Launch:
         for label, metric, factor in FIGURES + ROWS_FIGURES:
             if metric in counters:
                 self.figures[label] = self.figures.get(label, 0) + counters[metric] * factor
+        if kernel == 'range':  # its time begins and ends on the host
+            self.figures = {label: n for label, n in self.figures.items()
+                            if label not in ('time, us', 'DRAM, GB/s', 'DRAM, % of peak')}
         stalls = {stall: counters[STALL % stall] for stall in STALLS if STALL % stall in counters}
         all_stalls = sum(stalls.values())
         self.stalls = sorted(((100 * n / all_stalls, stall) for stall, n in stalls.items()),
@@ -287,6 +290,11 @@ def other_waits(r, _):
     return 'others: ' + ', '.join('%s %.0f' % (stall.replace('_', ' '), share) for share, stall in r.stalls[1:4])
 
 
+def blocks_end(r, _):
+    """Occupancy is an average over the kernel: its last blocks leave multiprocessors half empty, as do launches."""
+    return '%s waves of blocks, and room until the next one begins' % r.shown('waves', '%.1f')
+
+
 def memory_busy(r, _):
     return 'loads of a row before its stores: %s of %s GB/s' % (r.shown('DRAM, GB/s'), r.shown('peak, GB/s'))
 
@@ -318,6 +326,8 @@ EXPECTED = [
     ('', 'tensor cores, %', None, 0, 0, 0, few_instructions),
     ('', 'long scoreboard, %', None, 50, 60, 0, other_waits),
     ('', 'not selected, %', None, 20, 30, -1, few_instructions),
+    ('', 'of its occupancy, %', lambda r: 100 * r.figures['occupancy, %'] / r.figures['of at most, %']
+     if r.figures.get('of at most, %') and 'occupancy, %' in r.figures else None, 90, 100, 0, blocks_end),
     ('all-reduce, 8 MB of bf16', 'us, without ncu', lambda r: r.plan.us or None, 20, 25, -1, link_bytes),
     ('all-reduce, 8 MB of bf16', 'NVLink, %', link_share, 60, 70, 1, link_bytes)]
 
@@ -375,7 +385,7 @@ def checks_of(plan, launches):
              none + ['%s %s' % (r.name, r.stall or '-') for r in large if r.stall != 'long_scoreboard']),
             ('spills: no kernel reads or writes local memory',
              [r.name + ' ' + r.shown('local accesses') for r in launches if r.figures.get('local accesses') != 0]),
-            ('occupancy: large ones reach at least 0.60 of what registers and blocks allow',
+            ('occupancy: large ones reach at least 0.60 of the theoretical limit; below 0.90 the table above says why',
              none + ['%s %s of %s' % (r.name, r.shown('occupancy, %'), r.shown('of at most, %')) for r in large
                      if r.figures.get('occupancy, %', 0) < 0.6 * r.figures.get('of at most, %', 1e9)])]
 

@@ -5,7 +5,9 @@
    `# operation|kernel|bytes moved|kind|us`, with the microseconds of a call without ncu, or 0.
 
        build/ncu/profile                     on one GPU
-       build/ncu/profile all_reduce 0|1 ID   as rank 0 or 1 of two processes that meet through the file ID */
+       build/ncu/profile all_reduce 0|1 ID   as rank 0 or 1 of two processes that meet through the file ID
+       build/ncu/ranks ranks                 linked with nccl_none.cpp: collectives of two threads that share a GPU,
+                                             whose kernels run at the same time; both are counted, as one range */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #ifdef PROFILE_NCCL
@@ -15,6 +17,8 @@
 #include <algorithm>
 #include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
+#include <pthread.h>
+#include <thread>
 #include <time.h>
 #include <unistd.h>
 
@@ -42,9 +46,9 @@ static void check_kvprim(kvprim_status status)
         quit("%s: %s", kvprim_status_name(status), kvprim_last_error());
 }
 
-static cudaStream_t stream;
-static cudaEvent_t start_event, end_event;
-static kvprim_cuda_launch launch;
+static thread_local cudaStream_t stream; /* a rank may be a thread */
+static thread_local cudaEvent_t start_event, end_event;
+static thread_local kvprim_cuda_launch launch;
 
 static void open_gpu(int device)
 {
@@ -59,7 +63,8 @@ static void open_gpu(int device)
         printf("%s, compute capability %d.%d\n", properties.name, properties.major, properties.minor);
 }
 
-/* Where operations work: in the GPU's memory, or in the host's, where kvprim.h makes the bytes that are expected. */
+/* Where operations work: in the GPU's memory, from pinned memory to it or the other way, or in the host's, where
+   kvprim.h makes the bytes that are expected. */
 typedef struct place {
     char *src, *dst;                       /* all_bytes each */
     int32_t *of_all, *of_half, *to, *from; /* rows of both tables, of one, of a layer, in random order */
@@ -68,16 +73,16 @@ typedef struct place {
     kvprim_unpack_meta_item *meta;         /* the fragments */
     uint64_t *meta_count;
 } place;
-static place gpu, host;
+static place gpu, in, out, host;
 
 /* Returns the microseconds of each of `calls` calls in a row. */
-static double time_calls(void (*run)(const place *, int64_t), int64_t count, int calls)
+static double time_calls(void (*run)(const place *, int64_t), int64_t count, int calls, const place *p = &gpu)
 {
     float ms;
-    run(&gpu, count);
+    run(p, count);
     CUDA(cudaEventRecord(start_event, stream));
     for (int i = 0; i < calls; i++)
-        run(&gpu, count);
+        run(p, count);
     CUDA(cudaEventRecord(end_event, stream));
     CUDA(cudaEventSynchronize(end_event));
     CUDA(cudaEventElapsedTime(&ms, start_event, end_event));
@@ -119,7 +124,7 @@ __global__ static void copy_kernel(uint4 *to, const uint4 *from)
 
 static void run_copy(const place *p, int64_t rows)
 {
-    if (p == &gpu)
+    if (p != &host)
         copy_kernel<<<(unsigned)(rows * row_bytes / 16384), 256, 0, stream>>>((uint4 *)p->dst, (const uint4 *)p->src);
     else
         memcpy(p->dst, p->src, (size_t)(rows * row_bytes));
@@ -131,6 +136,14 @@ static void run_memcpy(const place *p, int64_t rows)
     CUDA(cudaMemcpyAsync(p->dst, p->src, (size_t)(rows * row_bytes), cudaMemcpyDefault, stream));
 }
 
+static kvprim_format format_of(kvprim_dtype dtype)
+{
+    kvprim_format format = {};
+    format.dtype = dtype;
+    return format;
+}
+static const kvprim_format bf16 = format_of(KVPRIM_BF16), e4m3[2] = {format_of(KVPRIM_F8E4M3), e4m3[0]};
+
 static kvprim_table table_of(char *data, int64_t first, int64_t rows)
 {
     kvprim_table table = {};
@@ -139,19 +152,36 @@ static kvprim_table table_of(char *data, int64_t first, int64_t rows)
     return table;
 }
 
-static void run_gather(const place *p, int64_t rows)
+static void gather_from(const place *p, int64_t rows, const kvprim_format *format, int64_t elements = row_bytes / 2)
 {
     kvprim_gather_desc gather = {};
     gather.dst = table_of(p->dst, 0, rows);
     gather.src = table_of(p->src, 0, all_rows);
-    gather.row_bytes = row_bytes;
     gather.index = p->of_all;
     gather.index_type = KVPRIM_I32;
     gather.count = rows;
-    check_kvprim(p == &gpu ? kvprim_cuda_gather(&gather, &launch) : kvprim_gather(&gather));
+    gather.src.format = format, gather.dst.format = format ? &bf16 : NULL;
+    gather.row_bytes = format ? elements : (int64_t)row_bytes;
+    check_kvprim(p != &host ? kvprim_cuda_gather(&gather, &launch) : kvprim_gather(&gather));
 }
 
-static void store_to(const place *p, const int32_t *slots, int64_t count)
+static void run_gather(const place *p, int64_t rows)
+{
+    gather_from(p, rows, NULL);
+}
+
+static void run_gather_e4m3(const place *p, int64_t rows)
+{
+    gather_from(p, rows, &e4m3[0]);
+}
+
+static void run_gather_odd(const place *p, int64_t rows)
+{
+    gather_from(p, rows, &e4m3[0], 1001);
+}
+
+/* With caches of these formats: from bf16. */
+static void store_to(const place *p, const int32_t *slots, int64_t count, const kvprim_format *formats = NULL)
 {
     kvprim_store_desc store = {};
     store.k_cache = table_of(p->dst, 0, cache_rows);
@@ -162,7 +192,11 @@ static void store_to(const place *p, const int32_t *slots, int64_t count)
     store.slot = slots;
     store.slot_type = KVPRIM_I32;
     store.count = count;
-    check_kvprim(p == &gpu ? kvprim_cuda_store(&store, &launch) : kvprim_store(&store));
+    if (formats) {
+        store.k.format = store.v.format = &bf16;
+        store.k_cache.format = &formats[0], store.v_cache.format = &formats[1];
+    }
+    check_kvprim(p != &host ? kvprim_cuda_store(&store, &launch) : kvprim_store(&store));
 }
 
 static void run_store(const place *p, int64_t count)
@@ -173,6 +207,22 @@ static void run_store(const place *p, int64_t count)
 static void run_store_in_order(const place *p, int64_t count)
 {
     store_to(p, p->in_order, count);
+}
+
+static void run_store_e4m3(const place *p, int64_t count)
+{
+    store_to(p, p->of_half, count, e4m3);
+}
+
+/* 128 elements share a scale, which is computed; the scales lie after the caches. */
+static void run_store_tiles(const place *p, int64_t count)
+{
+    kvprim_format formats[2] = {e4m3[0], e4m3[1]};
+    for (int v = 0; v < 2; v++) {
+        formats[v].scale = KVPRIM_SCALE_TILE, formats[v].tile = 128;
+        formats[v].scales = p->dst + all_bytes / 4 * (size_t)(1 + 2 * v);
+    }
+    store_to(p, p->of_half, count, formats);
 }
 
 static void run_transfer(const place *p, int64_t rows)
@@ -186,7 +236,7 @@ static void run_transfer(const place *p, int64_t rows)
     transfer.src_index = p->from;
     transfer.index_type = KVPRIM_I32;
     transfer.count = rows;
-    check_kvprim(p == &gpu ? kvprim_cuda_transfer(&transfer, &launch) : kvprim_transfer(&transfer));
+    check_kvprim(p != &host ? kvprim_cuda_transfer(&transfer, &launch) : kvprim_transfer(&transfer));
 }
 
 static void run_unpack(const place *p, int64_t count)
@@ -197,7 +247,7 @@ static void run_unpack(const place *p, int64_t count)
     unpack.src_bytes = unpack.dst_bytes = (uint64_t)cache_rows * row_bytes;
     unpack.fragments = fragments;
     unpack.count = (size_t)count;
-    check_kvprim(p == &gpu ? kvprim_cuda_unpack(&unpack, &launch) : kvprim_unpack(&unpack));
+    check_kvprim(p != &host ? kvprim_cuda_unpack(&unpack, &launch) : kvprim_unpack(&unpack));
 }
 
 static void run_unpack_meta(const place *p, int64_t count)
@@ -209,7 +259,7 @@ static void run_unpack_meta(const place *p, int64_t count)
     unpack.meta = p->meta;
     unpack.count = p->meta_count;
     unpack.max_count = (uint64_t)count;
-    check_kvprim(p == &gpu ? kvprim_cuda_unpack_meta(&unpack, &launch) : kvprim_unpack_meta(&unpack));
+    check_kvprim(p != &host ? kvprim_cuda_unpack_meta(&unpack, &launch) : kvprim_unpack_meta(&unpack));
 }
 
 static void run_copies(const place *p, int64_t count)
@@ -218,7 +268,7 @@ static void run_copies(const place *p, int64_t count)
     for (int64_t i = 0; i < count; i++)
         items[i] = {p->src + fragments[i].src_offset, p->dst + fragments[i].dst_offset, fragments[i].bytes};
     const kvprim_copy_desc copy = {items, (size_t)count, 0};
-    check_kvprim(p == &gpu ? kvprim_cuda_copy(&copy, &launch) : kvprim_copy(&copy));
+    check_kvprim(p != &host ? kvprim_cuda_copy(&copy, &launch) : kvprim_copy(&copy));
 }
 
 static void run_slots(const place *p, int64_t count)
@@ -234,13 +284,14 @@ static void run_slots(const place *p, int64_t count)
     slots.slot = p->dst;
     slots.pages_type = slots.token_type = slots.slot_type = KVPRIM_I32;
     slots.count = count;
-    check_kvprim(p == &gpu ? kvprim_cuda_slots(&slots, &launch) : kvprim_slots(&slots));
+    check_kvprim(p != &host ? kvprim_cuda_slots(&slots, &launch) : kvprim_slots(&slots));
 }
 
 typedef struct operation {
     const char *name, *kernel, *kind;
     void (*run)(const place *p, int64_t count);
-    int64_t count, bytes; /* bytes: read, and as many written */
+    int64_t count, bytes;      /* bytes: read, and as many written, or half of both */
+    const place *where = NULL; /* gpu */
 } operation;
 
 static const operation operations[] = {
@@ -255,6 +306,12 @@ static const operation operations[] = {
      most_fragments *fragment_bytes},
     {"copy by address, 8,192 of 16 KB", "kvpc_unpack_kernel", "large", run_copies, most_fragments,
      most_fragments *fragment_bytes},
+    {"store as e4m3, 64 Ki tokens", "kvpc_convert_store_kernel", "converts", run_store_e4m3, 65536, 3 * 65536 * 1024},
+    {"gather from e4m3, 64 Ki rows", "kvpc_convert_gather_kernel", "converts", run_gather_e4m3, 65536, 3 * 65536 * 512},
+    {"store as e4m3, tiles of 128", "kvpc_convert_tiles_kernel", "converts", run_store_tiles, 65536, 65536 * 3104},
+    {"gather from e4m3, rows of 1,001", "kvpc_convert_kernel", "converts", run_gather_odd, 65536, 3 * 65536 * 1001 / 2},
+    {"transfer from the host", "kvpc_move_few_kernel", "host", run_transfer, 2048, 2048 * layers *row_bytes, &in},
+    {"transfer to the host", "kvpc_move_few_kernel", "host", run_transfer, 2048, 2048 * layers *row_bytes, &out},
     {"slots, 16 Mi tokens", "kvpc_slots_kernel", "slots", run_slots, tokens, 6 * tokens}, /* 8 bytes to 4 */
     {"gather, 64 rows", "kvpc_gather_kernel", "small", run_gather, 64, 64 * row_bytes},
     {"store, 64 tokens, random slots", "kvpc_store_kernel", "small", run_store, 64, 2 * 64 * row_bytes},
@@ -266,7 +323,7 @@ static void compare(const operation *o)
     static char *const found = (char *)allocate(all_bytes);
     memset(host.dst, poison, all_bytes);
     o->run(&host, o->count);
-    CUDA(cudaMemcpy(found, gpu.dst, all_bytes, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(found, o->where ? o->where->dst : gpu.dst, all_bytes, cudaMemcpyDefault));
     for (size_t row = 0; row < all_rows; row++)
         if (memcmp(found + row * row_bytes, host.dst + row * row_bytes, row_bytes) != 0)
             quit("%s: row %zu of dst is wrong", o->name, row);
@@ -274,11 +331,12 @@ static void compare(const operation *o)
 
 static void profile(const operation *o)
 {
-    const double us = time_calls(o->run, o->count, 20); /* CUDA loads a kernel at its first launch */
-    CUDA(cudaMemsetAsync(gpu.dst, poison, all_bytes, stream));
+    const place *const p = o->where ? o->where : &gpu;
+    const double us = time_calls(o->run, o->count, 20, p); /* CUDA loads a kernel at its first launch */
+    CUDA(cudaMemsetAsync(p->dst, poison, all_bytes, stream));
     CUDA(cudaStreamSynchronize(stream));
     CUDA(cudaProfilerStart());
-    o->run(&gpu, o->count);
+    o->run(p, o->count);
     CUDA(cudaStreamSynchronize(stream));
     CUDA(cudaProfilerStop());
     compare(o);
@@ -357,6 +415,10 @@ static void open_rows(void)
     gpu.in_order = on_gpu(host.in_order, cache_rows * sizeof *host.in_order);
     open_tokens();
     open_fragments(places);
+    in = out = gpu;
+    CUDA(cudaHostRegister(host.src, all_bytes, cudaHostRegisterDefault));
+    in.src = host.src;
+    CUDA(cudaMallocHost((void **)&out.dst, all_bytes));
 }
 
 static int profile_rows(void)
@@ -374,9 +436,9 @@ static int profile_rows(void)
 /* ---- all-reduce ---- */
 
 #ifdef PROFILE_NCCL
-static kvprim_comm comm;
-static uint16_t *send_bf16, *recv_bf16; /* on the GPU */
-enum { most_count = 4 << 20 };          /* of elements */
+static thread_local kvprim_comm comm;
+static thread_local uint16_t *send_bf16, *recv_bf16;   /* on the GPU */
+enum { most_count = 4 << 20, most_shared = 16 << 20 }; /* of elements */
 
 static void write_id(const kvprim_comm_id *id, const char *path)
 {
@@ -499,9 +561,8 @@ static void open_all_reduce(int rank, const char *path)
     check_kvprim(kvprim_comm_init(&comm, &desc));
     for (int64_t i = 0; i < most_count; i++)
         host[i] = bf16_of(value_at(i, rank));
-    CUDA(cudaMalloc((void **)&send_bf16, most_count * sizeof *send_bf16));
     CUDA(cudaMalloc((void **)&recv_bf16, most_count * sizeof *recv_bf16));
-    CUDA(cudaMemcpy(send_bf16, host, most_count * sizeof *send_bf16, cudaMemcpyHostToDevice));
+    send_bf16 = on_gpu(host, most_count * sizeof *host);
     free(host);
 }
 
@@ -519,6 +580,143 @@ static int profile_collectives(int rank, const char *path)
     check_kvprim(kvprim_comm_destroy(&comm));
     return 0;
 }
+
+/* ---- collectives of two ranks that share the GPU ---- */
+
+static pthread_barrier_t all_ranks;
+static void *peers[2];
+static char exchanged[2][1024];
+static uint16_t *sends[2]; /* host memory */
+
+static void meet(void)
+{
+    (void)pthread_barrier_wait(&all_ranks);
+}
+
+/* From a thread of init's: `slot` says whose it is. */
+static int exchange(void *slot, const void *mine, void *all, size_t bytes)
+{
+    if (bytes > sizeof exchanged[0])
+        return 1;
+    memcpy(slot, mine, bytes);
+    meet();
+    for (size_t r = 0; r < 2; r++)
+        memcpy((char *)all + r * bytes, exchanged[r], bytes);
+    meet();
+    return 0;
+}
+
+enum { hidden = 4096 };
+static uint16_t *weight_on_gpu, *normed; /* the weights are what rank 0 sends first */
+
+static kvprim_norm_desc norm_of(int64_t count, const uint16_t *send, const uint16_t *weight, uint16_t *y)
+{
+    kvprim_norm_desc norm = {};
+    norm.dtype = KVPRIM_BF16, norm.eps = 1e-5f, norm.hidden = hidden, norm.tokens = count / hidden;
+    norm.send = send, norm.weight = weight, norm.out = y;
+    return norm;
+}
+
+static void run_norm(const place *, int64_t count)
+{
+    const kvprim_norm_desc norm = norm_of(count, send_bf16, weight_on_gpu, recv_bf16);
+    check_kvprim(kvprim_all_reduce_norm(&comm, &norm, stream));
+}
+
+static void run_all_to_all(const place *, int64_t count)
+{
+    check_kvprim(kvprim_all_to_all(&comm, recv_bf16, send_bf16, (size_t)count / 2, KVPRIM_BF16, stream));
+}
+
+typedef struct collective {
+    const char *name;
+    void (*run)(const place *, int64_t count);
+    int64_t count;
+} collective;
+
+static const collective collectives[] = {{"2 ranks: all-reduce, 64 KB", run_all_reduce, 32768},
+                                         {"2 ranks: all-reduce, 8 MB", run_all_reduce, 4 << 20},
+                                         {"2 ranks: all-reduce, 32 MB, pipeline", run_all_reduce, most_shared},
+                                         {"2 ranks: all-to-all, 8 MB", run_all_to_all, 4 << 20},
+                                         {"2 ranks: sum and norm, 64 x 8 KB", run_norm, 64 * hidden},
+                                         {"2 ranks: sum and norm, 1,024 x 8 KB", run_norm, 1024 * hidden}};
+
+/* Element i of what this rank gets. */
+static uint16_t wanted(const collective *c, int64_t i)
+{
+    const int64_t half = c->count / 2;
+    return c->run == run_norm         ? normed[i]
+           : c->run == run_all_to_all ? sends[i / half][comm.rank * half + i % half]
+                                      : bf16_of(value_at(i, 0) + value_at(i, 1));
+}
+
+static void profile_shared(const collective *c)
+{
+    uint16_t *const found = (uint16_t *)allocate(most_shared * sizeof *found);
+    meet();
+    const double us = time_calls(c->run, c->count, 20);
+    CUDA(cudaMemsetAsync(recv_bf16, poison, most_shared * sizeof *recv_bf16, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    meet();
+    if (comm.rank == 0)
+        CUDA(cudaProfilerStart());
+    meet();
+    c->run(&gpu, c->count);
+    CUDA(cudaStreamSynchronize(stream));
+    meet();
+    if (comm.rank == 0)
+        CUDA(cudaProfilerStop());
+    check_kvprim(kvprim_comm_check(&comm));
+    CUDA(cudaMemcpy(found, recv_bf16, most_shared * sizeof *found, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < c->count; i++)
+        if (found[i] != wanted(c, i))
+            quit("rank %d: %s: element %lld: expected %04x, got %04x", (int)comm.rank, c->name, (long long)i,
+                 wanted(c, i), found[i]);
+    if (comm.rank == 0)
+        printf("# %s|range|%lld|ranks|%.2f\n", c->name, (long long)(8 * c->count), us);
+    free(found);
+}
+
+static void be_rank(int rank)
+{
+    kvprim_comm_desc desc = {};
+    open_gpu(0);
+    CUDA(cudaMalloc(&peers[rank], 33 << 20));
+    CUDA(cudaMalloc((void **)&recv_bf16, most_shared * sizeof *recv_bf16));
+    send_bf16 = on_gpu(sends[rank], most_shared * sizeof *send_bf16);
+    desc.rank = rank, desc.world = 2;
+    desc.exchange = exchange, desc.exchange_context = exchanged[rank], desc.peers = peers, desc.peer_bytes = 33 << 20;
+    desc.max_sms = 32; /* with which sums of more than 8 MB go by the pipeline */
+    desc.all_reduce_limit = desc.reduce_scatter_limit = desc.all_gather_limit = SIZE_MAX;
+    meet();
+    check_kvprim(kvprim_comm_init(&comm, &desc));
+    if (rank == 0)
+        printf("%s\n", kvprim_comm_describe(&comm));
+    for (const collective &c : collectives)
+        profile_shared(&c);
+    meet();
+    check_kvprim(kvprim_comm_destroy(&comm));
+}
+
+static int profile_ranks(void)
+{
+    (void)alarm(50); /* ends ranks that wait for each other for ever */
+    for (int r = 0; r < 2; r++) {
+        sends[r] = (uint16_t *)allocate(most_shared * sizeof *sends[r]);
+        for (int64_t i = 0; i < most_shared; i++)
+            sends[r][i] = bf16_of(value_at(i, r));
+    }
+    normed = (uint16_t *)allocate(1024 * hidden * sizeof *normed);
+    const kvprim_norm_desc norm = norm_of(1024 * hidden, NULL, sends[0], normed);
+    const void *const both[2] = {sends[0], sends[1]};
+    check_kvprim(kvprim_all_reduce_norm_host(&norm, both, 2));
+    weight_on_gpu = on_gpu(sends[0], hidden * sizeof *sends[0]);
+    (void)pthread_barrier_init(&all_ranks, NULL, 2);
+    std::thread other(be_rank, 1);
+    be_rank(0);
+    other.join();
+    return 0;
+}
 #endif
 
 int main(int argc, char **argv)
@@ -528,7 +726,9 @@ int main(int argc, char **argv)
 #ifdef PROFILE_NCCL
     if (argc == 4 && strcmp(argv[1], "all_reduce") == 0 && (argv[2][0] == '0' || argv[2][0] == '1'))
         return profile_collectives(argv[2][0] - '0', argv[3]);
+    if (argc == 2 && strcmp(argv[1], "ranks") == 0)
+        return profile_ranks();
 #endif
-    fprintf(stderr, "usage: %s [all_reduce 0|1 ID]\n", argv[0]);
+    fprintf(stderr, "usage: %s [all_reduce 0|1 ID | ranks]\n", argv[0]);
     return 2;
 }

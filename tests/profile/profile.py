@@ -532,6 +532,12 @@ def compare(inputs):
 
 # ---- on a GPU ----
 
+def build_ranks():
+    """Builds build/ncu/ranks: what runs collectives on one GPU, without NCCL but with its header."""
+    compile_cuda(architecture(), 'tests/profile/profile.cu', 'tests/nccl/nccl_none.cpp', '-DPROFILE_NCCL',
+                 *NCCL_HEADERS, '-lpthread', '-o', 'build/ncu/ranks')
+
+
 def build_program(with_collectives=True):
     """Builds build/ncu/profile. Says whether it has the collectives."""
     options = []
@@ -571,8 +577,9 @@ def measure(ncu, name, seconds, collect, *command):
     if os.path.exists(report):
         os.remove(report)
     with open(log, 'w') as to:
-        code = run('timeout', '-k', 10, seconds, ncu, '--clock-control', 'none', '--profile-from-start', 'off',
-                   '--target-processes', 'application-only', '--force-overwrite', '--export', report[:-len('.ncu-rep')],
+        code = run('timeout', '-k', 10, seconds, ncu, '--clock-control', 'none', '--target-processes',
+                   'application-only', '--force-overwrite', '--export', report[:-len('.ncu-rep')],
+                   *([] if 'app-range' in collect else ['--profile-from-start', 'off']),  # ranges begin so anyway
                    *collect, *command, stdout=to, stderr=to)
     if code == 0 and os.path.exists(report):
         return True
@@ -645,6 +652,16 @@ def measure_all_reduce(ncu, metrics):
     return wrong
 
 
+def count_shared(ncu, metrics):
+    """Collectives of two ranks that share a GPU. Their kernels wait for each other, so ncu counts both as one range,
+    and runs the program again for more counters. Such a range has no registers, nor blocks. Says whether it went
+    well."""
+    build_ranks()
+    program = ['build/ncu/ranks', 'ranks']
+    plan, code = planned(program, 'build/ncu/ranks.plan', 60)
+    return code == 0 and count(ncu, 'ranks', 200, plan, ('--metrics', metrics, '--replay-mode', 'app-range'), *program)
+
+
 def count_operations(ncu):
     collectives, table = build_program(), 'build/ncu.csv'
     if os.path.exists(table):
@@ -654,10 +671,12 @@ def count_operations(ncu):
     if code or not count(ncu, 'rows', 300, plan, count_for(chosen_metrics(known)), 'build/ncu/profile'):
         return 1
     wrong = []
+    if NCCL_INCLUDE and not count_shared(ncu, chosen_metrics(known, True)):
+        wrong.append('collectives on one GPU')
     if collectives:
-        wrong = measure_all_reduce(ncu, chosen_metrics(known, True))
+        wrong += measure_all_reduce(ncu, chosen_metrics(known, True))
     else:
-        print('without all-reduce: it takes two GPUs and NCCL')
+        print('without all-reduce over NVLink: it takes two GPUs and NCCL')
     print()
     return counters.judge_counters(lines_of(table)) + len(wrong) > 0
 

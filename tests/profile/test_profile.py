@@ -285,7 +285,8 @@ def test_h200():
     with open(COUNTERS.replace('.csv', '_h200.csv')) as file:
         lines = file.read().splitlines()
     lines.insert(6, '# all-reduce, 8 MB of bf16|kvpn_kernel|16777216|linked|26.98')
-    lines += [re.sub('copy_kernel.*?"', 'kvpn_kernel"', lines[9])]
+    lines.insert(7, '# 2 ranks: all-reduce|range|16777216|ranks|26.02')
+    lines += [re.sub('copy_kernel.*?"', name, lines[10]) for name in ('kvpn_kernel"', 'range"')]
     faults, text = printed(counters.judge_counters, lines)
     check('counters of an H200: nothing is wrong', faults == 0, text)
     check('counters: no line is wider than 160 columns', max(map(len, text.splitlines())) <= 160, text)
@@ -302,6 +303,7 @@ def test_h200():
             ('expected, outside', r' +long scoreboard, % +50-60 +95  outside: little else to wait for: .*'),
             ('expected, random slots', r'store.*random.* 55-65 +81  better: time 1\.052 of that in order for 1\.00.+'),
             ('expected, link', r' +NVLink, % +60-70 +69  in range'),
+            ('of ranks, with no time of their own', r'2 ranks: all-reduce +- +- +- +- +134\.2 .* 26\.02'),
             ('expected, us', r'all-reduce, 8 MB.* us, without ncu +20-25 +27  outside: each rank .*: 311 of 450 GB/s')):
         check('counters of an H200: ' + what, re.search('^' + line + '$', text, re.M), text)
 

@@ -36,8 +36,8 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # that makes it lighter lowers them; one that needs more raises them, and its commit says what pays for that. Seconds
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
-BUDGETS = {'kvprim.h': Budget(5626, 0, 0), 'kvprim_cuda.cuh': Budget(5635, 102, 742),
-           'kvprim_nccl.h': Budget(5679, 80, 1249)}
+BUDGETS = {'kvprim.h': Budget(5909, 0, 0), 'kvprim_cuda.cuh': Budget(5665, 102, 742),
+           'kvprim_nccl.h': Budget(5838, 80, 1272)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 

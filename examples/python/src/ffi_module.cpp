@@ -2,8 +2,9 @@
 /* The operators for TVM-FFI, which SGLang and mini-sglang load: tvm_ffi.load_module(kvprim.ffi_library()). Each takes
    all of its arguments in the order of kvprim/__init__.py's schemas (prefix: a and b), and torch's tensors, or whatever
    TVM-FFI takes; the current GPU must be that of the tensors, and the caller keeps pinned tensors until the stream has
-   done with them, because TVM-FFI lends tensors without their owners. */
-#include "operators.h"
+   done with them, because TVM-FFI lends tensors without their owners. Collectives take comm.number of a
+   kvprim.Communicator first. */
+#include "collectives.h"
 
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
@@ -118,3 +119,13 @@ EXPORT(copy, (copy(ours), true))
 EXPORT(unpack, (unpack(ours), true))
 EXPORT(slots, (slots(ours), true))
 EXPORT(prefix, static_cast<int64_t>(prefix(ours)))
+EXPORT(all_reduce, (all_reduce(ours), true))
+EXPORT(reduce_scatter, (reduce_scatter(ours), true))
+EXPORT(all_gather, (all_gather(ours), true))
+EXPORT(all_gatherv, (all_gatherv(ours), true))
+EXPORT(all_to_all, (all_to_all(ours), true))
+EXPORT(all_to_allv, (all_to_allv(ours), true))
+EXPORT(broadcast, (broadcast(ours), true))
+EXPORT(send, (send(ours), true))
+EXPORT(recv, (recv(ours), true))
+EXPORT(all_reduce_norm, (all_reduce_norm(ours), true))

@@ -607,7 +607,7 @@ int64_t row_bytes(const Rows &dst, const Rows &src, const Tensor &src_tensor)
 }
 
 /* A cache in a whole format: the tables of what it quantises (K) and of what it copies (V). */
-void find_preset(kvprim_preset &preset, const Named &named, const char *name, const Tensor &cache, Layout layout)
+void find_preset(kvprim_layout &preset, const Named &named, const char *name, const Tensor &cache, Layout layout)
 {
     const int64_t dims = layout == Layout::rows ? 2 : 3, page_rows = dims == 3 && cache.dims == 3 ? cache.size[1] : 1;
     EXPECT(layout != Layout::hnd && cache.dims == dims && cache.itemsize() == 1 &&
@@ -617,8 +617,10 @@ void find_preset(kvprim_preset &preset, const Named &named, const char *name, co
            named.name, " needs uint8 [pages, page, ", named.token_bytes, "] (\"NHD\") or [rows, ", named.token_bytes,
            "] (\"rows\") with packed pages");
     char *const data = static_cast<char *>(cache.data);
-    expect_ok(kvprim_preset_find(text_of(named.name).c_str(), data, cache.size[0] * page_rows, page_rows,
-                                 cache.size[0] > 1 ? cache.stride[0] : 0, &preset));
+    kvprim_layout_sizes sizes = {};
+    sizes.data = data, sizes.rows = cache.size[0] * page_rows, sizes.page_rows = page_rows;
+    sizes.page_stride = cache.size[0] > 1 ? cache.stride[0] : 0;
+    expect_ok(kvprim_layout_find(text_of(named.name).c_str(), &sizes, &preset));
     const int64_t bytes = (cache.size[0] - 1) * cache.stride[0] + page_rows * named.token_bytes;
     for (kvprim_table *const table : {&preset.k_cache, &preset.v_cache})
         if (table->data)
@@ -630,7 +632,7 @@ struct Parts {
     Rows k, v;
     kvprim_format k_format = {};
 
-    Parts(const kvprim_preset &preset, const char *k_name, const Tensor &k_tensor, const char *v_name,
+    Parts(const kvprim_layout &preset, const char *k_name, const Tensor &k_tensor, const char *v_name,
           const MaybeTensor &v_tensor, Layout layout = Layout::rows)
         : k(rows_of(k_name, k_tensor, layout))
     {
@@ -667,7 +669,7 @@ struct Parts {
 void gather_preset(Call &call, const Named &named, const Tensor &out, const Tensor &src, Layout layout,
                    kvprim_gather_desc &desc)
 {
-    kvprim_preset preset = {};
+    kvprim_layout preset = {};
     find_preset(preset, named, "src", src, layout);
     const Parts to(preset, "out", out, nullptr, std::nullopt);
     desc.dst = to.k.table, desc.src = preset.k_cache, desc.row_bytes = preset.k_elements;
@@ -810,7 +812,7 @@ void store(Arguments &a)
         call.takes("k", *k);
         if (v)
             call.takes("v", *v);
-        kvprim_preset preset = {};
+        kvprim_layout preset = {};
         find_preset(preset, *named, "k_cache", *k_cache, layout);
         EXPECT(preset.v_elements != 0 || !v, cache_dtype, " has no v");
         const Parts from(preset, "k", *k, "v", v);
@@ -933,7 +935,7 @@ void transfer_preset(Call &call, kvprim_transfer_desc &desc, const Side &to, con
     EXPECT(!to.device_pointers && !from.device_pointers, "a transfer of a whole format needs layers listed");
     EXPECT((into ? src_dtype : dst_dtype) == "auto", "one side of a transfer in a whole format has its name, the other "
                                                      "\"auto\"; to move such rows as they are, leave both at \"auto\"");
-    kvprim_preset preset = {};
+    kvprim_layout preset = {};
     find_preset(preset, *preset_named(into ? dst_dtype : src_dtype), whole.name, whole.tensors[0], whole.layout);
     Parts parts(preset, plain.name, plain.tensors[0], nullptr, std::nullopt, plain.layout);
     EXPECT(plain.tensors[0].numel == 0 || parts.v.bytes || !preset.v_elements, "a row of ", plain.name, " has ",

@@ -985,6 +985,9 @@ def ffi_operators(device):
     refused("index is float32", ffi.gather, of(out), of(cache), of(k), "NHD", "auto", None, 0, False, None, False)
     refused("KVPRIM_ERROR_OVERLAP", ffi.copy, [of(out)], [of(out)])
     refused("argument is missing", ffi.copy, [of(out)])
+    for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_gatherv", "all_to_all", "all_to_allv",
+                       "broadcast", "send", "recv", "all_reduce_norm"):
+        refused("no kvprim.Communicator in this process", getattr(ffi, collective), 0, of(out), None, "sum")
     if torch is None:
         slot = of(rng.permutation(SLOTS)[:30])
         ops.store(of(k), None, of(cache), None, slot, "NHD")
