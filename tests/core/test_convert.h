@@ -665,6 +665,8 @@ static void test_format_errors(void)
     REFUSED(b.k_format.scale_dtype = KVPRIM_F64, ARGUMENT, "scale_dtype is 20, neither KVPRIM_F32 nor KVPRIM_F8E8M0");
     REFUSED(b.k_format.scale_dtype = KVPRIM_F16, ARGUMENT, "scale_dtype is 17, which only tiles of elements of 4 bits");
     REFUSED(b.k_format.tensor_scale = (const float *)&b, ARGUMENT, "but tensor_scale is set, which only tiles of 4");
+    REFUSED((b.k_format.dtype = KVPRIM_F4E2M1, b.d.k_bytes = 126), SIZE, "k_bytes is 126, an odd number of elements");
+    REFUSED((b.k_format.dtype = KVPRIM_INT4, b.k_format.tile = 1), ARGUMENT, "tile is 1, an odd number of elements");
     REFUSED(b.k_format.scale_power_of_two = 2, ARGUMENT, "scale_power_of_two is 2, neither 0 nor 1");
     REFUSED(b.k_format.scale_inverse = -1, ARGUMENT, "scale_inverse is -1, neither 0 nor 1");
     REFUSED(b.k_format.scale_min = -1, ARGUMENT, "scale_min is -1, neither 0 nor from 2^-126 to 2^127");
