@@ -1405,7 +1405,7 @@ KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
    of the last place too large.
    That does not matter for x of 11 bits (fp16, bf16), because the type that q is rounded to next does not see it. It
    could only see it if M, a boundary between two numbers of that type, were one of those two fp32 numbers. Let
-   M = m 2^b with m odd of n <= 8 bits (5 in E4M3, 4 in E5M2, 8 in INT8), and scale = S 2^a with S of 24 bits. Then
+   M = m 2^b with m odd of n <= 8 bits (E4M3 5, E5M2 4, INT8 8, E2M1 3), and scale = S 2^a with S of 24 bits. Then
    M scale = m S 2^(a+b), and half a unit of q's last place is S 2^(n-25) times 2^(a+b) in x. x is a multiple of
    2^(a+b+11+n), so x - M scale is k 2^(a+b) with an integer k. For x / scale to be that close to the midpoint, S must
    be k 2^(25-n) + j with 1 <= |k| <= 2^(n-1) and |j| < 2^-40.5 2^49 < 363. Then m S +- k is x / 2^(a+b), a multiple
@@ -1486,8 +1486,8 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor 
         kvpc_apply_reciprocal<n>(x, f);
 }
 
-/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 7 or 127
-   times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one
+/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 3, 7
+   or 127 times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one
    step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
 KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, float least, bool power_of_two)
 {
