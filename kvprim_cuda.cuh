@@ -1486,9 +1486,9 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor 
         kvpc_apply_reciprocal<n>(x, f);
 }
 
-/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 3, 7
-   or 127 times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one
-   step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
+/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 3, 7 or
+   127 times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so
+   one step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
 KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, float least, bool power_of_two)
 {
     const float finite = kvpi_tile_largest(kvpi_bits_of(largest));
