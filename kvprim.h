@@ -225,7 +225,9 @@ typedef enum kvprim_dtype {
     KVPRIM_INT64 = 23,
     KVPRIM_F8E4M3 = 24,
     KVPRIM_F8E5M2 = 25,
-    KVPRIM_F8E8M0 = 26 /* a power of two, 2^(byte - 127): scales only */
+    KVPRIM_F8E8M0 = 26, /* a power of two, 2^(byte - 127): scales only */
+    KVPRIM_F4E2M1 = 27, /* two elements to a byte, the first in the low half: caches only. 0, 0.5, 1, 1.5, 2, 3, 4, 6 */
+    KVPRIM_INT4 = 28    /* the same with two's complement; a store writes -7 to 7, a gather reads -8, too */
 } kvprim_dtype;
 
 /* >>prefix ---------------------------------------------------------------------------------------------------------
@@ -275,9 +277,9 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
        from                to                  how
        F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type
-                           INT8                (ties to even), saturated to its largest: 448, 57,344, 127
+                           INT8, F4E2M1, INT4  (ties to even), saturated to its largest: 448, 57,344, 127, 6, 7
        F8E4M3, F8E5M2,     F32, F16, BF16      x = stored * scale in fp32, then rounded once (ties to even)
-       INT8
+       INT8, F4E2M1, INT4
        F32, F16, BF16      F32, F16, BF16      rounded once
 
    All other pairs are KVPRIM_ERROR_UNSUPPORTED. To move quantised rows as they are, leave both formats NULL; scales in
@@ -285,13 +287,16 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    scales; the dst row has as many elements. A row and each of its pieces hold whole elements, which are aligned: the
    data of a table and of its layers, and all strides, are multiples of an element's bytes.
 
+   Elements of 4 bits lie in pairs: beside them, pieces of both sides and tiles have an even number of elements.
+
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
-   it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
-   need IEEE 754's fp32: an implementing unit compiled without -ffast-math and its parts (most are an #error; clang
-   hides -freciprocal-math and -funsafe-math-optimizations), a thread that rounds to nearest and flushes no denormals.
+   and elements of 4 bits it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals
+   count. The CPU's bits need IEEE 754's fp32: an implementing unit compiled without -ffast-math and its parts (most are
+   an #error; clang hides -freciprocal-math and -funsafe-math-optimizations), a thread that rounds to nearest and
+   flushes no denormals.
 
-   Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
+   Scales. Only a quantised side (F8E4M3, F8E5M2, INT8, F4E2M1, INT4) has them:
 
        0                    none: every scale is 1
        KVPRIM_SCALE_TENSOR  one number, read when the move runs
@@ -301,6 +306,12 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
                             scale = max(largest |x| of the tile / largest value of the type, scale_min) in fp32, and
                             with scale_power_of_two (always in F8E8M0) the power of two at or above that. NaN does not
                             count, infinity counts as the largest finite fp32
+                            Scales beside elements of 4 bits may be F8E4M3 or F16, rounded to nearest even and
+                            saturated, and *tensor_scale may multiply all of them (NVFP4 has both): scale =
+                            max(largest |x| / largest value / *tensor_scale, scale_min), each step in fp32, then the
+                            power of two if there is one, then the type. Quotients count as 2^127 at most, and as 0 if
+                            they are NaN or negative. Elements are divided by scale * *tensor_scale, rounded to fp32,
+                            or multiplied by its inverse; if that is 0, they become zeros
 
    A row that the index rule skips gets no scales either. If a scale that is read is 0, negative, infinite or NaN, the
    result is what fp32 arithmetic gives, by the rules above. Fields without a meaning for a kind of scale must be 0.
@@ -326,7 +337,8 @@ typedef enum kvprim_scale_kind {
 typedef struct kvprim_format {
     kvprim_dtype dtype;         /* of the elements */
     kvprim_scale_kind scale;    /* 0: none */
-    kvprim_dtype scale_dtype;   /* KVPRIM_F32 (0 means the same) or KVPRIM_F8E8M0 */
+    kvprim_dtype scale_dtype;   /* KVPRIM_F32 (0 means the same) or KVPRIM_F8E8M0; SCALE_TILE of elements of 4 bits:
+                                   KVPRIM_F8E4M3 or KVPRIM_F16, too */
     int32_t scale_power_of_two; /* 1: computed scales are powers of two */
     int32_t scale_inverse;      /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's
                                    inverse of what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse
@@ -343,13 +355,16 @@ typedef struct kvprim_format {
     int64_t scale_page_stride;  /* bytes from one page's to the next; 0: likewise */
     int64_t scale_layer_stride; /* bytes from layer to layer, only with `scales`. SCALE_TILE: 0 is packed. Others: with
                                    several layers it must be set, to KVPRIM_SCALES_SHARED if all have the same */
-    uint32_t *nans;             /* optional: NaNs that became 0 in INT8. Moves to this side add to it, as to `rejected`;
+    uint32_t *nans;             /* optional: NaNs that became 0, in INT8 and 4 bits. Moves here add, as to `rejected`;
                                    other types leave it alone */
     int64_t scales_bytes;       /* of the memory at `scales`, for all layers; 0: unknown. Scales past it are an error */
+    const float *tensor_scale;  /* optional, SCALE_TILE of elements of 4 bits: multiplies all scales of all layers. Read
+                                   by the executing side when the move runs */
     int64_t reserved;           /* 0 */
 } kvprim_format;
 
 enum { KVPRIM_SCALES_SHARED = -1 }; /* a scale_layer_stride: all layers have the same scales */
+enum { KVPRIM_HEADS_SHARED = -1 };  /* a head_stride, see there */
 
 /* >>table ----------------------------------------------------------------------------------------------------------
 
@@ -363,9 +378,10 @@ enum { KVPRIM_SCALES_SHARED = -1 }; /* a scale_layer_stride: all layers have the
    a piece has row_bytes / H bytes; the other defaults are right if nothing is padded.
 
    Index rule, the same on every indexed side: row = index - base. If 0 <= row < rows, the row moves. Otherwise nothing
-   touches the table: gather writes a row of zeros, store and transfer skip the row. A negative row is padding; a row >=
-   `rows` adds one to *rejected, if there is such a counter. So -1 as padding (base 0), a reserved slot 0 (data at slot
-   1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked mode. */
+   touches the table: gather writes a row of zeros, unless keep_padding is set; store and transfer skip the row. A
+   negative row is padding; a row >= `rows` adds one to *rejected, if there is such a counter. So -1 as padding (base
+   0), a reserved slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There
+   is no unchecked mode. */
 typedef struct kvprim_table {
     void *data;                  /* byte 0 of row 0; may be NULL if rows is 0 */
     int64_t rows;                /* the bound of every index. A side without an index has at least `count` rows. 0 with
@@ -376,7 +392,8 @@ typedef struct kvprim_table {
     int64_t page_stride;         /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
     int32_t heads;               /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
     int32_t reserved_heads;      /* reserved fields are 0, here and below */
-    int64_t head_stride;         /* piece to piece; required if heads > 1 */
+    int64_t head_stride;         /* piece to piece; required if heads > 1. KVPRIM_HEADS_SHARED: every head of a source
+                                    is the same piece, as an MLA's k_pe is for all heads */
     int64_t bytes;               /* of the memory at data, with all layers that start there and scales that lie in it;
                                     0: unknown. A table that reaches past it is an error */
     const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, free to
@@ -401,7 +418,7 @@ typedef struct kvprim_gather_desc {
     int64_t row_bytes;
     const void *index; /* int32 or int64, aligned as its C type */
     kvprim_index_type index_type;
-    int32_t reserved_index;
+    int32_t keep_padding; /* 1: what would become a row of zeros, and its scales, is left alone */
     int64_t index_base, count;
     uint32_t *rejected;   /* optional; indices past src.rows add to it. The executing side writes it: the GPU
                              atomically, the CPU not (one per thread) */
@@ -827,8 +844,9 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
 
    A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
    indices again. Between runs the caller may lower count, and may point table.data (or layers or device_layers, if it
-   is set), index, rejected, format.scales and format.nans at other memory of the same kind, layout and alignment. All
-   other fields are read-only, and rejected of a store's V move, which does not count. A graph keeps its pointers. */
+   is set), index, rejected, format.scales, nans and tensor_scale at other memory of the same kind, layout and
+   alignment. All other fields are read-only, and rejected of a store's V move, which does not count. A graph keeps its
+   pointers. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -1160,9 +1178,9 @@ KVPRIM_ANYWHERE int32_t kvpi_fetch_empty(const kvpi_fetch_layout *l, int64_t w)
 
    A new element type touches
        here              the enum (>>dtype), kvpi_to_ and kvpi_of_ its name, kvpi_dtype_bytes() to kvpi_to_element(),
-                         KVPRIM_NARROW_LIST and kvpi_converts(); the table of >>format
-       kvprim_cuda.cuh   kvpc_decode_word(), kvpc_encode_word(), KVPRIM_BY_TYPE. Kernels of plain rows know fewer types:
-                         kvpc_is_plain_conversion()
+                         KVPRIM_NARROW_LIST or _FOUR_BIT_LIST, kvpi_converts(); the table of >>format
+       kvprim_cuda.cuh   kvpc_decode_word(), kvpc_encode_word(), KVPRIM_BY_TYPE or KVPRIM_BY_PACKED_TYPE. Kernels of
+                         plain rows know fewer types: kvpc_is_plain_conversion()
        kvprim_nccl.h     kvpn_type_of(); if own kernels reduce it, kvpn_has_kernels(), a struct of >>impl_pack, its bit
                          beside kvpn_is_f32, kvpn_set_what(), kvpn_reduction<kvpn_any>. Its all ones must be a NaN */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_ELEMENTS)) &&             \
@@ -1252,6 +1270,26 @@ KVPRIM_ELEMENT uint32_t kvpi_to_int8(float x)
     return (bits >> 31 ? 0 - value : value) & 0xff;
 }
 
+/* The same with 4 bits. */
+KVPRIM_ELEMENT uint32_t kvpi_to_int4(float x)
+{
+    const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff, most = a < 0x40e00000 ? a : 0x40e00000;
+    const uint32_t nearest = kvpi_bits_of(kvpi_float_of(most) + 8388608.0f) - 0x4b000000;
+    const uint32_t value = a > 0x7f800000 ? 0 : nearest;
+    return (bits >> 31 ? 0 - value : value) & 0xf;
+}
+
+/* NaN becomes 0. Adding 2^22 times the power of two at or below the magnitude (1 at least) rounds it to halves of that
+   power, whose number is left in the low bits. The code is this number, plus 2 for each doubling of the power. */
+KVPRIM_ELEMENT uint32_t kvpi_to_e2m1(float x)
+{
+    const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff, most = a < 0x40c00000 ? a : 0x40c00000;
+    const uint32_t power = most < 0x3f800000 ? 0x3f800000 : most & 0x7f800000;
+    const uint32_t sum = kvpi_bits_of(kvpi_float_of(most) + kvpi_float_of(power + 0x0b000000));
+    const uint32_t code = (sum + (sum >> 22) - (0x4a800000 >> 22)) & 7;
+    return a > 0x7f800000 ? 0 : code | (bits >> 28 & 8);
+}
+
 KVPRIM_ELEMENT uint32_t kvpi_to_f16(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
@@ -1297,6 +1335,18 @@ KVPRIM_ELEMENT float kvpi_of_int8(uint32_t x)
     return (float)(int32_t)((x ^ 0x80) & 0xff) - 128.0f;
 }
 
+/* The low 4 bits of x. */
+KVPRIM_ELEMENT float kvpi_of_int4(uint32_t x)
+{
+    return (float)(int32_t)((x ^ 8) & 0xf) - 8.0f;
+}
+
+KVPRIM_ELEMENT float kvpi_of_e2m1(uint32_t x)
+{
+    const uint32_t a = x & 7, value = a < 2 ? a * 0x3f000000 : (a << 22) + 0x3f000000;
+    return kvpi_float_of(value | (x & 8) << 28);
+}
+
 KVPRIM_ELEMENT float kvpi_of_f16(uint32_t x)
 {
     const uint32_t a = x & 0x7fff, sign = (x & 0x8000) << 16;
@@ -1331,15 +1381,35 @@ KVPRIM_ELEMENT int32_t kvpi_dtype_bytes(kvprim_dtype dtype)
     return type < 16 ? (int32_t)(digits >> 4 * type & 15) : 0;
 }
 
+KVPRIM_ELEMENT int kvpi_is_four_bit(kvprim_dtype dtype)
+{
+    return dtype == KVPRIM_F4E2M1 || dtype == KVPRIM_INT4;
+}
+
 KVPRIM_ELEMENT int kvpi_is_quantised(kvprim_dtype dtype)
 {
-    return dtype == KVPRIM_F8E4M3 || dtype == KVPRIM_F8E5M2 || dtype == KVPRIM_INT8;
+    return dtype == KVPRIM_F8E4M3 || dtype == KVPRIM_F8E5M2 || dtype == KVPRIM_INT8 || kvpi_is_four_bit(dtype);
+}
+
+/* How many elements lie in so many bytes, and the reverse. */
+KVPRIM_ELEMENT int64_t kvpi_elements_in(kvprim_dtype dtype, int64_t bytes)
+{
+    return kvpi_is_four_bit(dtype) ? 2 * bytes : bytes / kvpi_dtype_bytes(dtype);
+}
+
+KVPRIM_ELEMENT int64_t kvpi_bytes_of(kvprim_dtype dtype, int64_t elements)
+{
+    return kvpi_is_four_bit(dtype) ? elements / 2 : elements * kvpi_dtype_bytes(dtype);
 }
 
 /* The largest finite value of a quantised type. */
 KVPRIM_ELEMENT float kvpi_largest(kvprim_dtype dtype)
 {
-    return dtype == KVPRIM_F8E4M3 ? 448.0f : dtype == KVPRIM_F8E5M2 ? 57344.0f : 127.0f;
+    return dtype == KVPRIM_F8E4M3   ? 448.0f
+           : dtype == KVPRIM_F8E5M2 ? 57344.0f
+           : dtype == KVPRIM_F4E2M1 ? 6.0f
+           : dtype == KVPRIM_INT4   ? 7.0f
+                                    : 127.0f;
 }
 
 /* An element's bits, and back. Both take the types that kvprim_format.dtype converts. */
@@ -1437,6 +1507,32 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
     const uint32_t a = kvpi_bits_of(quotient), b = kvpi_bits_of(scale_min), scale = a > b ? a : b;
     return kvpi_float_of(power_of_two ? (scale + 0x7fffff) & 0x7f800000 : scale);
 }
+
+/* A quotient by a tensor's scale as kvpi_tile_scale() takes it: see >>format. */
+KVPRIM_ELEMENT float kvpi_tile_quotient(float quotient)
+{
+    const uint32_t a = kvpi_bits_of(quotient), most = a < 0x7f000000 ? a : 0x7f000000;
+    return kvpi_float_of(a > 0x7f800000 ? 0 : most);
+}
+
+/* What elements are divided by, where the scale that the tile got is read back. */
+KVPRIM_ELEMENT float kvpi_tile_divisor(float scale)
+{
+    return kvpi_float_of(scale == 0 ? 0x7f800000 : kvpi_bits_of(scale));
+}
+
+/* Scales of a byte or two, and back. */
+KVPRIM_ELEMENT float kvpi_of_short_scale(kvprim_dtype dtype, uint32_t x)
+{
+    return dtype == KVPRIM_F8E8M0 ? kvpi_of_e8m0(x) : dtype == KVPRIM_F8E4M3 ? kvpi_of_e4m3(x) : kvpi_of_f16(x);
+}
+
+KVPRIM_ELEMENT uint32_t kvpi_to_short_scale(kvprim_dtype dtype, float scale)
+{
+    return dtype == KVPRIM_F8E8M0   ? kvpi_to_e8m0(scale)
+           : dtype == KVPRIM_F8E4M3 ? kvpi_to_e4m3(scale)
+                                    : kvpi_to_f16(scale < 65504.0f ? scale : 65504.0f);
+}
 #endif /* KVPRIM_ELEMENT */
 
 /* >>impl ----------------------------------------------------------------------------------------------------------- */
@@ -1505,7 +1601,7 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
     if (struct_name && strcmp(struct_name, #name) == 0)                                                                \
         return sizeof(name);
     KVPRIM_SIZE(kvprim_table, 80)
-    KVPRIM_SIZE(kvprim_format, 104)
+    KVPRIM_SIZE(kvprim_format, 112)
     KVPRIM_SIZE(kvprim_gather_desc, 224)
     KVPRIM_SIZE(kvprim_store_desc, 392)
     KVPRIM_SIZE(kvprim_slots_desc, 136)
@@ -1525,12 +1621,12 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
     KVPRIM_SIZE(kvprim_keys_desc, 96)
     KVPRIM_SIZE(kvprim_key_table, 40)
 #endif
-    KVPRIM_SIZE(kvprim_side, 264)
+    KVPRIM_SIZE(kvprim_side, 272)
     KVPRIM_SIZE(kvprim_move_names, 48)
-    KVPRIM_SIZE(kvprim_move, 576)
+    KVPRIM_SIZE(kvprim_move, 592)
 #ifndef KVPRIM_NO_LAYOUTS
     KVPRIM_SIZE(kvprim_layout_sizes, 56)
-    KVPRIM_SIZE(kvprim_layout, 336)
+    KVPRIM_SIZE(kvprim_layout, 344)
     KVPRIM_SIZE(kvprim_pack_desc, 56)
     KVPRIM_SIZE(kvprim_pack, 1272)
 #endif
@@ -2131,10 +2227,11 @@ static void kvpi_resolve(kvprim_table *t, int64_t row_bytes)
     const int64_t piece = kvpi_piece_of(t, row_bytes);
     t->heads = t->heads > 1 ? t->heads : 1;
     if (t->stride == 0)
-        t->stride = t->heads > 1 && t->head_stride > piece ? piece : row_bytes;
+        t->stride = t->heads > 1 && (t->head_stride > piece || t->head_stride <= 0) ? piece : row_bytes;
     if (t->page_rows > 0 && t->page_stride == 0) { /* either loop may be outside: heads of a row, or rows of a head */
         const uint64_t rows = kvpi_mul((uint64_t)t->page_rows, (uint64_t)t->stride);
-        const uint64_t heads = t->heads > 1 ? kvpi_mul((uint64_t)t->heads, (uint64_t)t->head_stride) : 0;
+        const int apart = t->heads > 1 && t->head_stride > 0; /* not KVPRIM_HEADS_SHARED */
+        const uint64_t heads = apart ? kvpi_mul((uint64_t)t->heads, (uint64_t)t->head_stride) : 0;
         t->page_stride = (int64_t)(heads > rows ? heads : rows);
     }
 }
@@ -2181,7 +2278,7 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
     f->scale_dtype = f->scale_dtype ? f->scale_dtype : KVPRIM_F32;
     f->scale_power_of_two |= f->scale_dtype == KVPRIM_F8E8M0;
     f->scale_min = f->scale_min > 0 ? f->scale_min : FLT_MIN;
-    const int64_t elements = kvpi_side_bytes(side) / kvpi_dtype_bytes(f->dtype);
+    const int64_t elements = kvpi_elements_in(f->dtype, kvpi_side_bytes(side));
     if (f->tile == 0)
         f->tile = f->scale == KVPRIM_SCALE_HEAD ? elements / t->heads : elements;
     if (f->scale_tile_stride == 0)
@@ -2291,8 +2388,9 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
 {
     const kvprim_table *const t = &side->table;
     const int64_t row_bytes = kvpi_side_bytes(side), piece = kvpi_piece_of(t, row_bytes);
+    const int shared = t->head_stride == KVPRIM_HEADS_SHARED && t->heads > 1 && side == &m->src && !m->same_cache;
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
-    if ((t->rows | t->page_rows | t->heads | t->stride | t->page_stride | t->head_stride | t->bytes |
+    if ((t->rows | t->page_rows | t->heads | t->stride | t->page_stride | (shared ? 0 : t->head_stride) | t->bytes |
          side->layer_stride) < 0)
         return kvpi_fail_negative(m, side);
     if (t->rows < kvpi_used_rows(m, side))
@@ -2307,7 +2405,7 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
         return kvpi_fail_field(m, side, "stride", t->stride, least, (uint64_t)piece);
     if (t->page_rows && t->page_stride && t->page_stride < piece)
         return kvpi_fail_field(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
-    if (t->heads > 1 && t->head_stride < piece)
+    if (t->heads > 1 && t->head_stride < piece && !shared)
         return kvpi_fail_field(m, side, "head_stride", t->head_stride, least, (uint64_t)piece);
     if (t->reserved_heads | t->reserved)
         return kvpi_fail_reserved(m->names->function, " of ", kvpi_name(m, side), "");
@@ -2365,7 +2463,8 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     const kvprim_table *const t = &side->table;
     const uint64_t rows = (uint64_t)t->rows, page_rows = t->page_rows ? (uint64_t)t->page_rows : rows;
     kvpi_loop loops[4] = {{"stride", (uint64_t)t->stride, page_rows < rows ? page_rows : rows},
-                          {"head_stride", t->heads > 1 ? (uint64_t)t->head_stride : 0, (uint64_t)t->heads},
+                          {"head_stride", t->heads > 1 ? (uint64_t)t->head_stride : 0,
+                           t->head_stride ? (uint64_t)t->heads : 1}, /* 0: they are shared */
                           {"page_stride", t->page_rows ? (uint64_t)t->page_stride : 0, (rows - 1) / page_rows + 1},
                           {"layer_stride", (uint64_t)side->layer_stride, kvpi_stacked(m, side)}};
     if (side->layer_stride == 0)
@@ -2418,6 +2517,12 @@ static int kvpi_same_bytes(const kvprim_format *dst, const kvprim_format *src)
     return dst->dtype == src->dtype && !dst->scale && !src->scale;
 }
 
+/* Elements that lie in one byte on either side: pieces and tiles have a multiple. */
+static int64_t kvpi_packed(const kvprim_move *m)
+{
+    return kvpi_is_four_bit(m->dst.table.format->dtype) || kvpi_is_four_bit(m->src.table.format->dtype) ? 2 : 1;
+}
+
 /* Both sides have a format, of types that convert, and whole elements. Each gets its own bytes of a row. */
 KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
 {
@@ -2427,7 +2532,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format is set, but %s.format is NULL", function,
                            dst ? m->names->dst : m->names->src, dst ? m->names->src : m->names->dst);
     for (int k = 0; k < 2; k++)
-        if (kvpi_dtype_bytes(k ? src->dtype : dst->dtype) == 0)
+        if (kvpi_dtype_bytes(k ? src->dtype : dst->dtype) == 0 && !kvpi_is_four_bit(k ? src->dtype : dst->dtype))
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.dtype is %d, which is no element type", function,
                                k ? m->names->src : m->names->dst, (int)(k ? src->dtype : dst->dtype));
     if (!kvpi_same_bytes(dst, src) && !kvpi_converts(dst, src))
@@ -2440,10 +2545,16 @@ KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
     if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
                            m->names->row_bytes, (long long)m->row_bytes);
-    if (m->row_bytes % kvpi_dtype_bytes(src->dtype) != 0)
+    const int64_t elements = kvpi_elements_in(src->dtype, m->row_bytes);
+    if (kvpi_bytes_of(src->dtype, elements) != m->row_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of an element's bytes, %d", function,
                            m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
-    m->dst.piece_bytes = m->row_bytes / kvpi_dtype_bytes(src->dtype) * kvpi_dtype_bytes(dst->dtype);
+    if (elements % kvpi_packed(m) != 0)
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: %s is %lld, an odd number of elements, which %s.format.dtype packs "
+                           "in pairs",
+                           function, m->names->row_bytes, (long long)m->row_bytes, m->names->dst);
+    m->dst.piece_bytes = kvpi_bytes_of(dst->dtype, elements);
     return KVPRIM_OK;
 }
 
@@ -2466,9 +2577,14 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
         return kvpi_fail_format(m, side, "scale", kind, "no kind of scale");
     if (kind && !kvpi_is_quantised(f->dtype))
         return kvpi_fail_format(m, side, "scale", kind, "but elements that are not quantised have none");
-    if (f->scale_dtype && f->scale_dtype != KVPRIM_F32 && f->scale_dtype != KVPRIM_F8E8M0)
+    const int narrow = f->scale_dtype == KVPRIM_F8E4M3 || f->scale_dtype == KVPRIM_F16;
+    const int tiles_of_four = kind == KVPRIM_SCALE_TILE && kvpi_is_four_bit(f->dtype);
+    if (f->scale_dtype && f->scale_dtype != KVPRIM_F32 && f->scale_dtype != KVPRIM_F8E8M0 && !(narrow && tiles_of_four))
         return kvpi_fail_format(m, side, "scale_dtype", (int64_t)f->scale_dtype,
-                                "neither KVPRIM_F32 nor KVPRIM_F8E8M0");
+                                narrow ? "which only tiles of elements of 4 bits have"
+                                       : "neither KVPRIM_F32 nor KVPRIM_F8E8M0");
+    if (f->tensor_scale && !tiles_of_four)
+        return kvpi_fail_format(m, side, "scale", kind, "but tensor_scale is set, which only tiles of 4 bits have");
     if (f->scale_power_of_two != 0 && f->scale_power_of_two != 1)
         return kvpi_fail_format(m, side, "scale_power_of_two", f->scale_power_of_two, "neither 0 nor 1");
     if (f->scale_inverse != 0 && f->scale_inverse != 1)
@@ -2559,8 +2675,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
 {
     const kvprim_table *const t = &side->table;
     const kvprim_format *const f = t->format;
-    const int32_t bytes = kvpi_dtype_bytes(f->dtype);
-    const int64_t elements = kvpi_side_bytes(side) / bytes, tiles = f->tile ? elements / f->tile : 1;
+    const int32_t bytes = kvpi_is_four_bit(f->dtype) ? 1 : kvpi_dtype_bytes(f->dtype);
+    const int64_t elements = kvpi_elements_in(f->dtype, kvpi_side_bytes(side));
+    const int64_t tiles = f->tile ? elements / f->tile : 1, packed = kvpi_packed(m);
     KVPRIM_TRY(kvpi_check_format_values(m, side));
     KVPRIM_TRY(kvpi_check_format_fields(m, side));
     if (kvpi_same_bytes(m->dst.table.format, m->src.table.format))
@@ -2571,6 +2688,11 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
     if (t->heads > 1 && elements % t->heads != 0)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the elements of a row,",
                                (uint64_t)elements);
+    if (t->heads > 1 && elements % (t->heads * packed) != 0)
+        return kvpi_fail_field(m, side, "heads", t->heads,
+                               "which makes odd pieces, beside 4 bits, of a row's elements,", (uint64_t)elements);
+    if (f->tile % packed != 0)
+        return kvpi_fail_format(m, side, "tile", f->tile, "an odd number of elements of 4 bits");
     if (f->scale == KVPRIM_SCALE_HEAD && f->tile == 0 && t->heads == 1)
         return kvpi_fail_format(m, side, "tile", 0, "and heads is not more than 1: KVPRIM_SCALE_HEAD needs either");
     if (f->tile && elements % f->tile != 0)
@@ -2581,8 +2703,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
     if (f->scales && f->scale != KVPRIM_SCALE_TILE && f->scale_layer_stride == 0 && m->layers > 1 && t->rows > 0)
         return kvpi_fail_format(m, side, "scale_layer_stride", 0,
                                 "and there are several layers: set it, or KVPRIM_SCALES_SHARED");
-    if (f->scales && f->scale_dtype != KVPRIM_F8E8M0)
-        KVPRIM_TRY(kvpi_check_aligned(m, side, "format.scales", f->scales, 4));
+    if (f->scales)
+        KVPRIM_TRY(kvpi_check_aligned(m, side, "format.scales", f->scales,
+                                      f->scale_dtype ? kvpi_dtype_bytes(f->scale_dtype) : 4));
     const kvpi_number distances[] = {{"stride", t->stride},
                                      {"page_stride", t->page_rows ? t->page_stride : 0},
                                      {"head_stride", t->heads > 1 ? t->head_stride : 0}};
@@ -2613,7 +2736,7 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     char *const inside = t->data ? (char *)t->data + f->scale_offset : NULL;
     kvpi_area a;
     a.table.heads =
-        f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f->dtype) / f->tile);
+        f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_elements_in(f->dtype, kvpi_side_bytes(side)) / f->tile);
     a.row_bytes = (int64_t)a.table.heads * kvpi_dtype_bytes(f->scale_dtype);
     a.table.data = f->scales ? f->scales : inside;
     a.table.head_stride = f->scale_tile_stride;
@@ -2695,6 +2818,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
 {
     kvprim_table *const t = &side->table;
     KVPRIM_TRY(kvpi_check_fields(m, side));
+    t->head_stride = t->head_stride > 0 ? t->head_stride : 0; /* KVPRIM_HEADS_SHARED */
     kvpi_resolve(t, kvpi_side_bytes(side));
     if (!KVPRIM_LIKELY(!t->format)) {
         KVPRIM_TRY(kvpi_check_format(m, side));
@@ -3001,6 +3125,7 @@ typedef enum kvpi_use_kind {
     kvpi_array,
     kvpi_layer_array,
     kvpi_scales,
+    kvpi_tensor_scale,
     kvpi_counter,
     kvpi_nans
 } kvpi_use_kind;
@@ -3037,10 +3162,11 @@ KVPRIM_INLINE kvpi_use *kvpi_add_use(kvpi_uses *u, kvpi_use_kind kind, int writt
 /* What an error says after a use's name. */
 static const char *kvpi_use_field(const kvpi_use *use)
 {
-    return use->kind == kvpi_layer_array ? "_device_layers"
-           : use->kind == kvpi_scales    ? ".format.scales"
-           : use->kind == kvpi_nans      ? ".format.nans"
-                                         : "";
+    return use->kind == kvpi_layer_array    ? "_device_layers"
+           : use->kind == kvpi_scales       ? ".format.scales"
+           : use->kind == kvpi_nans         ? ".format.nans"
+           : use->kind == kvpi_tensor_scale ? ".format.tensor_scale"
+                                            : "";
 }
 
 static kvprim_status kvpi_fail_overlap(const char *function, const kvpi_use *a, const kvpi_use *b, const char *advice)
@@ -3205,9 +3331,10 @@ static int kvpi_is_like(const kvprim_table *a, const kvprim_table *b)
     if (!f || !g || !a->data || !b->data || ((uintptr_t)a->data ^ (uintptr_t)b->data) % 16 != 0 ||
         a->reserved != b->reserved || memcmp(&a->rows, &b->rows, table) != 0)
         return 0;
-    return f == g || (!f->scales == !g->scales && ((uintptr_t)f->scales ^ (uintptr_t)g->scales) % 16 == 0 &&
-                      f->scales_bytes == g->scales_bytes && f->reserved == g->reserved && memcmp(f, g, first) == 0 &&
-                      memcmp(&f->scale_offset, &g->scale_offset, strides) == 0);
+    return f == g ||
+           (!f->scales == !g->scales && ((uintptr_t)f->scales ^ (uintptr_t)g->scales) % 16 == 0 &&
+            f->scales_bytes == g->scales_bytes && f->reserved == g->reserved && !f->tensor_scale == !g->tensor_scale &&
+            memcmp(f, g, first) == 0 && memcmp(&f->scale_offset, &g->scale_offset, strides) == 0);
 }
 
 /* Makes a side of one that is checked, for a table that kvpi_is_like() its own. */
@@ -3216,7 +3343,8 @@ static void kvpi_copy_side(kvprim_side *side, const kvprim_side *checked, const 
     *side = *checked;
     side->table.data = t->data, side->table.format = t->format;
     if (side->format.dtype)
-        side->format.scales = t->format->scales, side->format.nans = t->format->nans;
+        side->format.scales = t->format->scales, side->format.nans = t->format->nans,
+        side->format.tensor_scale = t->format->tensor_scale;
 }
 
 /* Checks a move by itself and beside the moves whose uses `u` holds. `done`: its sides are checked. */
@@ -3238,8 +3366,10 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u, int done)
         if (side->device_layers)
             (void)kvpi_add_use(u, kvpi_layer_array, 0, kvpi_name(m, side), side->device_layers,
                                (uint64_t)m->layers * sizeof(void *), sizeof(void *));
-        if (!KVPRIM_LIKELY(!side->format.scale))
+        if (!KVPRIM_LIKELY(!side->format.scale)) {
             kvpi_add_scales(u, m, side);
+            (void)kvpi_add_use(u, kvpi_tensor_scale, 0, kvpi_name(m, side), side->format.tensor_scale, 4, 4);
+        }
     }
     if (m->dst.format.nans)
         (void)kvpi_add_use(u, kvpi_nans, 1, m->names->dst, m->dst.format.nans, 4, 4);
@@ -3291,12 +3421,15 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     kvpi_set_move(m, &names, d->row_bytes, d->count, d->rejected);
     kvpi_set_side(&m->dst, &d->dst, NULL, (kvprim_index_type)0, 0, 1);
     kvpi_set_side(&m->src, &d->src, d->index, d->index_type, d->index_base, d->index_stride);
-    m->zero = 1;
+    m->zero = !d->keep_padding;
     if (m->count == 0)
         return KVPRIM_OK;
     if (!d->index)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather: index is NULL");
-    if (d->reserved_index | d->reserved)
+    if (d->keep_padding != 0 && d->keep_padding != 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_gather: keep_padding is %d, neither 0 nor 1",
+                           (int)d->keep_padding);
+    if (d->reserved)
         return kvpi_fail_reserved("kvprim_gather", "", "", "");
     kvpi_uses uses;
     uses.count = 0;
@@ -3416,6 +3549,7 @@ KVPRIM_API kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc, kvp
     if (resolved) {
         *resolved = *desc;
         resolved->dst = m.dst.table, resolved->src = m.src.table;
+        resolved->src.head_stride = desc->src.head_stride; /* KVPRIM_HEADS_SHARED stays */
         resolved->index_stride = m.src.index_stride;
     }
     return KVPRIM_OK;
@@ -3429,6 +3563,7 @@ KVPRIM_API kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvpri
         *resolved = *desc;
         resolved->k_cache = m[0].dst.table, resolved->k = m[0].src.table;
         resolved->v_cache = m[1].dst.table, resolved->v = m[1].src.table;
+        resolved->k.head_stride = desc->k.head_stride, resolved->v.head_stride = desc->v.head_stride;
         resolved->slot_stride = m[0].dst.index_stride;
     }
     return KVPRIM_OK;
@@ -3441,6 +3576,7 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
     if (resolved) {
         *resolved = *desc;
         resolved->dst = m.dst.table, resolved->src = m.src.table, resolved->layers = m.layers;
+        resolved->src.head_stride = desc->src.head_stride;
         resolved->dst_layer_stride = desc->dst_layers || desc->dst_device_layers ? 0 : m.dst.layer_stride;
         resolved->src_layer_stride = desc->src_layers || desc->src_device_layers ? 0 : m.src.layer_stride;
         resolved->dst_index_type = m.dst.index_type, resolved->src_index_type = m.src.index_type;
@@ -3737,6 +3873,10 @@ KVPRIM_INLINE void kvpi_write_elements(char *dst, const void *block, size_t n, s
     X(KVPRIM_F8E5M2, uint8_t, e5m2)                                                                                    \
     X(KVPRIM_INT8, uint8_t, int8)
 
+#define KVPRIM_FOUR_BIT_LIST(X)                                                                                        \
+    X(KVPRIM_F4E2M1, e2m1)                                                                                             \
+    X(KVPRIM_INT4, int4)
+
 KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
 {
     switch ((int)from) {
@@ -3749,6 +3889,16 @@ KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from,
         break;                                                                                                         \
     }
         KVPRIM_NARROW_LIST(KVPRIM_LOAD)
+#undef KVPRIM_LOAD
+#define KVPRIM_LOAD(type, name)                                                                                        \
+    case type: {                                                                                                       \
+        uint8_t block[kvpi_block];                                                                                     \
+        kvpi_read_elements(block, src, n / 2, 1);                                                                      \
+        for (int i = 0; i < kvpi_block; i++)                                                                           \
+            x[i] = kvpi_of_##name((uint32_t)block[i / 2] >> 4 * (i % 2));                                              \
+        break;                                                                                                         \
+    }
+        KVPRIM_FOUR_BIT_LIST(KVPRIM_LOAD)
 #undef KVPRIM_LOAD
     default:
         kvpi_read_elements(x, src, n, 4);
@@ -3769,6 +3919,16 @@ KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, 
         KVPRIM_NARROW_LIST(KVPRIM_STORE)
         KVPRIM_STORE(KVPRIM_F32, uint32_t, f32)
 #undef KVPRIM_STORE
+#define KVPRIM_STORE(type, name)                                                                                       \
+    case type: {                                                                                                       \
+        uint8_t block[kvpi_block / 2];                                                                                 \
+        for (int i = 0; i < kvpi_block; i += 2)                                                                        \
+            block[i / 2] = (uint8_t)(kvpi_to_##name(x[i]) | kvpi_to_##name(x[i + 1]) << 4);                            \
+        memcpy(dst, block, n / 2);                                                                                     \
+        break;                                                                                                         \
+    }
+        KVPRIM_FOUR_BIT_LIST(KVPRIM_STORE)
+#undef KVPRIM_STORE
     }
 }
 
@@ -3779,22 +3939,22 @@ typedef uint32_t kvpi_convert_fn(char *dst, kvprim_dtype to, const char *src, kv
 KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const char *src, kvprim_dtype from, size_t n,
                                            kvpi_scaling scaling, float scale)
 {
-    const size_t to_bytes = (size_t)kvpi_dtype_bytes(to), from_bytes = (size_t)kvpi_dtype_bytes(from);
+    const int counts = to == KVPRIM_INT8 || kvpi_is_four_bit(to);
     uint32_t nans = 0;
     for (size_t done = 0; done < n; done += kvpi_block) {
         float x[kvpi_block];
         const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
-        kvpi_load_block(x, src + done * from_bytes, from, some);
+        kvpi_load_block(x, src + kvpi_bytes_of(from, (int64_t)done), from, some);
         if (scaling == kvpi_divide)
             for (int i = 0; i < kvpi_block; i++)
                 x[i] = kvpi_quotient(x[i], scale);
         else if (scaling == kvpi_multiply)
             for (int i = 0; i < kvpi_block; i++)
                 x[i] = kvpi_product(x[i], scale);
-        if (to == KVPRIM_INT8)
+        if (counts)
             for (int i = 0; i < kvpi_block; i++)
                 nans += (uint32_t)(kvpi_is_nan(x[i]) & (i < (int)some));
-        kvpi_store_block(dst + done * to_bytes, x, to, some);
+        kvpi_store_block(dst + kvpi_bytes_of(to, (int64_t)done), x, to, some);
     }
     return nans;
 }
@@ -3842,8 +4002,8 @@ KVPRIM_CONVERT(avx512, KVPRIM_AVX512)
 /* A move that converts, in one layer: table.data and format.scales of its sides are the layer's. */
 typedef struct kvpi_conversion {
     kvprim_move move;
-    const kvprim_side *scaled;                    /* the side that has scales, or NULL */
-    int64_t dst_bytes, src_bytes, elements, tile; /* bytes of an element; elements of a row and of a tile */
+    const kvprim_side *scaled; /* the side that has scales, or NULL */
+    int64_t elements, tile;    /* elements of a row and of a tile */
     kvpi_scaling scaling;
     int computed;
     kvpi_convert_fn *convert;
@@ -3855,8 +4015,7 @@ static void kvpi_set_conversion(kvpi_conversion *c)
 {
     const kvprim_side *const dst = &c->move.dst, *const src = &c->move.src;
     c->scaled = dst->format.scale ? dst : src->format.scale ? src : NULL;
-    c->dst_bytes = kvpi_dtype_bytes(dst->format.dtype), c->src_bytes = kvpi_dtype_bytes(src->format.dtype);
-    c->elements = c->move.row_bytes / c->src_bytes;
+    c->elements = kvpi_elements_in(src->format.dtype, c->move.row_bytes);
     c->tile = c->scaled && c->scaled->format.scale != KVPRIM_SCALE_TENSOR ? c->scaled->format.tile : c->elements;
     c->computed = dst->format.scale == KVPRIM_SCALE_TILE;
     c->scaling = !c->scaled                                      ? kvpi_unscaled
@@ -3880,31 +4039,38 @@ static char *kvpi_scales_at(const kvprim_side *side, int64_t row)
     return (char *)f->scales + (f->scale == KVPRIM_SCALE_TILE ? at : 0);
 }
 
+/* The scale, times that of the tensor if there is one. */
 static float kvpi_read_scale(const kvprim_format *f, const char *at)
 {
-    uint32_t bits;
-    if (f->scale_dtype == KVPRIM_F8E8M0)
-        return kvpi_of_e8m0(*(const uint8_t *)at);
-    memcpy(&bits, at, sizeof bits);
-    return kvpi_float_of(bits);
+    uint32_t bits = *(const uint8_t *)at;
+    uint16_t code;
+    if (f->scale_dtype == KVPRIM_F32)
+        memcpy(&bits, at, sizeof bits);
+    else if (f->scale_dtype == KVPRIM_F16)
+        memcpy(&code, at, sizeof code), bits = code;
+    const float scale = f->scale_dtype == KVPRIM_F32 ? kvpi_float_of(bits) : kvpi_of_short_scale(f->scale_dtype, bits);
+    return f->tensor_scale ? kvpi_product(scale, *f->tensor_scale) : scale;
 }
 
 static void kvpi_write_scale(const kvprim_format *f, char *at, float scale)
 {
     const uint32_t bits = kvpi_bits_of(scale);
-    if (f->scale_dtype == KVPRIM_F8E8M0)
-        *(uint8_t *)at = (uint8_t)kvpi_to_e8m0(scale);
-    else
+    const uint16_t code = (uint16_t)(f->scale_dtype == KVPRIM_F32 ? 0 : kvpi_to_short_scale(f->scale_dtype, scale));
+    if (f->scale_dtype == KVPRIM_F32)
         memcpy(at, &bits, sizeof bits);
+    else if (f->scale_dtype == KVPRIM_F16)
+        memcpy(at, &code, sizeof code);
+    else
+        *(uint8_t *)at = (uint8_t)code;
 }
 
-/* Element e of a row, of `bytes` each, and how many of `left` elements from there on follow each other. */
-static char *kvpi_element_at(const kvprim_side *side, int64_t bytes, char *row, int64_t e, int64_t *left)
+/* Element e of a row, and how many of `left` elements from there on follow each other. */
+static char *kvpi_element_at(const kvprim_side *side, char *row, int64_t e, int64_t *left)
 {
-    const int64_t at = e * bytes, piece = at / side->piece_bytes;
+    const int64_t at = kvpi_bytes_of(side->format.dtype, e), piece = at / side->piece_bytes;
     const int64_t in_piece = at - piece * side->piece_bytes;
-    if (*left * bytes > side->piece_bytes - in_piece)
-        *left = (side->piece_bytes - in_piece) / bytes;
+    const int64_t most = kvpi_elements_in(side->format.dtype, side->piece_bytes - in_piece);
+    *left = *left < most ? *left : most;
     return row + piece * side->table.head_stride + in_piece;
 }
 
@@ -3915,12 +4081,12 @@ static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char 
     uint32_t nans = 0;
     for (int64_t e = first, n; e < end; e += n) {
         n = end - e;
-        char *const to = kvpi_element_at(&c->move.dst, c->dst_bytes, dst, e, &n);
+        char *const to = kvpi_element_at(&c->move.dst, dst, e, &n);
         if (!src) {
-            memset(to, 0, (size_t)(n * c->dst_bytes));
+            memset(to, 0, (size_t)kvpi_bytes_of(c->move.dst.format.dtype, n));
             continue;
         }
-        const char *const from = kvpi_element_at(&c->move.src, c->src_bytes, src, e, &n);
+        const char *const from = kvpi_element_at(&c->move.src, src, e, &n);
         nans += c->convert(to, c->move.dst.format.dtype, from, c->move.src.format.dtype, (size_t)n, c->scaling, scale);
     }
     return nans;
@@ -3933,11 +4099,13 @@ static float kvpi_compute_scale(const kvpi_conversion *c, char *src, int64_t fir
     uint32_t most = 0;
     for (int64_t e = first, n; src && e < end; e += n) {
         n = end - e;
-        const char *const from = kvpi_element_at(&c->move.src, c->src_bytes, src, e, &n);
+        const char *const from = kvpi_element_at(&c->move.src, src, e, &n);
         most = c->most(most, from, c->move.src.format.dtype, (size_t)n);
     }
-    return kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), kvpi_largest(f->dtype)), f->scale_min,
-                           f->scale_power_of_two);
+    float quotient = kvpi_quotient(kvpi_tile_largest(most), kvpi_largest(f->dtype));
+    if (f->tensor_scale)
+        quotient = kvpi_tile_quotient(kvpi_quotient(quotient, *f->tensor_scale));
+    return kvpi_tile_scale(quotient, f->scale_min, f->scale_power_of_two);
 }
 
 /* `scales`: of the row's first tile, NULL if there are none or none is read. Returns how many NaNs there were. */
@@ -3947,8 +4115,8 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
     for (int64_t e = 0; e < c->elements; e += c->tile) {
         float scale = 1;
         if (c->computed) {
-            scale = kvpi_compute_scale(c, src, e, e + c->tile);
-            kvpi_write_scale(&c->move.dst.format, scales, scale);
+            kvpi_write_scale(&c->move.dst.format, scales, kvpi_compute_scale(c, src, e, e + c->tile));
+            scale = kvpi_tile_divisor(kvpi_read_scale(&c->move.dst.format, scales));
             scale = c->move.dst.format.scale_inverse ? kvpi_quotient(1, scale) : scale;
         } else if (c->scaled && src) {
             scale = kvpi_read_scale(&c->scaled->format, scales);
@@ -3977,7 +4145,7 @@ static void kvpi_convert_layer(const kvpi_conversion *c)
         char *const src = from < 0 ? NULL : (char *)kvprim_table_row(&m->src.table, from);
         nans += kvpi_convert_row(c, (char *)kvprim_table_row(&m->dst.table, to), src, scales);
     }
-    if (m->dst.format.nans && m->dst.format.dtype == KVPRIM_INT8)
+    if (m->dst.format.nans)
         *m->dst.format.nans += nans;
 }
 

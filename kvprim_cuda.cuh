@@ -87,6 +87,7 @@
    KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 2 s of
                                nvcc (13.0) and 0.4 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
+   KVPRIM_NO_FOUR_BIT          the same for those that convert elements of 4 bits (0.1 MB)
    KVPRIM_NO_UNPACK            the same for unpack, unpack_meta and copy (1 s, 0.3 MB), which then return it
    KVPRIM_NO_FETCH             every translation unit or none, as in kvprim.h
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
@@ -1450,7 +1451,7 @@ KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
    of the last place too large.
    That does not matter for x of 11 bits (fp16, bf16), because the type that q is rounded to next does not see it. It
    could only see it if M, a boundary between two numbers of that type, were one of those two fp32 numbers. Let
-   M = m 2^b with m odd of n <= 8 bits (5 in E4M3, 4 in E5M2, 8 in INT8), and scale = S 2^a with S of 24 bits. Then
+   M = m 2^b with m odd of n <= 8 bits (E4M3 5, E5M2 4, INT8 8, E2M1 3), and scale = S 2^a with S of 24 bits. Then
    M scale = m S 2^(a+b), and half a unit of q's last place is S 2^(n-25) times 2^(a+b) in x. x is a multiple of
    2^(a+b+11+n), so x - M scale is k 2^(a+b) with an integer k. For x / scale to be that close to the midpoint, S must
    be k 2^(25-n) + j with 1 <= |k| <= 2^(n-1) and |j| < 2^-40.5 2^49 < 363. Then m S +- k is x / 2^(a+b), a multiple
@@ -1531,9 +1532,9 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor 
         kvpc_apply_reciprocal<n>(x, f);
 }
 
-/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 7 or 127
-   times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one
-   step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
+/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 3, 7 or
+   127 times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so
+   one step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
 KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, float least, bool power_of_two)
 {
     const float finite = kvpi_tile_largest(kvpi_bits_of(largest));
@@ -1549,10 +1550,10 @@ KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, floa
 /* How many elements fill a word. */
 KVPRIM_DEVICE uint32_t kvpc_in_word(kvprim_dtype type)
 {
-    return 4 / (uint32_t)kvpi_dtype_bytes(type);
+    return kvpi_is_four_bit(type) ? 8 : 4 / (uint32_t)kvpi_dtype_bytes(type);
 }
 
-/* The numbers of one word: 1 of fp32, 2 of fp16 and bf16, 4 of the 8-bit types. */
+/* The numbers of one word: 1 of fp32, 2 of fp16 and bf16, 4 of the 8-bit types, 8 of those of 4 bits. */
 template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint32_t word)
 {
     if (type == KVPRIM_F32)
@@ -1561,6 +1562,16 @@ template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint3
         x[0] = kvpi_float_of(word << 16), x[1] = kvpi_float_of(word & 0xffff0000);
     else if (type == KVPRIM_F16)
         kvpi_of_f16x2(x, word);
+    else if (kvpi_is_four_bit(type))
+        for (uint32_t k = 0; k < 8; k++)
+#ifdef __CUDA_ARCH__ /* the code as a denormal and its neighbours; 2^23 + 8 + the value, less 2^23 + 8 */
+            x[k] = type == KVPRIM_F4E2M1
+                       ? kvpc_mul(kvpi_float_of((word >> 4 * k & 7) << 22 | (word << (28 - 4 * k) & 0x80000000)),
+                                  8.507059173023462e37f) /* 2^126 */
+                       : kvpi_float_of(((word >> 4 * k & 15) ^ 0x4b000008)) - 8388616.0f;
+#else
+            x[k] = type == KVPRIM_F4E2M1 ? kvpi_of_e2m1(word >> 4 * k) : kvpi_of_int4(word >> 4 * k);
+#endif
     else if (type != KVPRIM_INT8)
         kvpi_of_f8x4(type, x, word);
     else
@@ -1578,6 +1589,9 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float
     uint32_t word = 0;
     if (type == KVPRIM_F8E4M3 || type == KVPRIM_F8E5M2)
         word = kvpi_to_f8x4(type, x);
+    else if (kvpi_is_four_bit(type))
+        for (uint32_t k = 0; k < 8; k++)
+            word |= (type == KVPRIM_F4E2M1 ? kvpi_to_e2m1(x[k]) : kvpi_to_int4(x[k])) << 4 * k;
     else
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
         if (type == KVPRIM_F16)
@@ -1616,7 +1630,7 @@ template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_clear_nans(float *x)
     return nans;
 }
 
-/* n elements in consecutive words, which they fill; or one, the first of a word: then x has room for four. */
+/* n elements in consecutive words, which they fill; or one or two, the first of a word: then x has room for all. */
 template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_decode(float *x, const uint32_t *words)
 {
     const uint32_t in_word = kvpc_in_word(type);
@@ -1629,6 +1643,49 @@ template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t
     const uint32_t in_word = kvpc_in_word(type);
     for (uint32_t w = 0; w < (n + in_word - 1) / in_word; w++)
         words[w] = kvpc_encode_word<type>(x + w * in_word);
+}
+
+/* Scales beside elements of 4 bits, of any type that >>format knows. `tensor`: where the tensor's scale lies, or 0. */
+KVPRIM_DEVICE float kvpc_load_any_scale(uint64_t address, kvprim_dtype type, uint64_t tensor)
+{
+    const char *const at = kvpc_global(address);
+    const float scale = type == KVPRIM_F32 ? kvpc_load_f32(address)
+                                           : kvpi_of_short_scale(type, type == KVPRIM_F16 ? *(const uint16_t *)at
+                                                                                          : *(const uint8_t *)at);
+    return tensor ? kvpc_mul(scale, kvpc_load_f32(tensor)) : scale;
+}
+
+KVPRIM_DEVICE void kvpc_store_any_scale(uint64_t address, uint32_t code, kvprim_dtype type)
+{
+    char *const at = kvpc_global(address);
+    if (type == KVPRIM_F32)
+        *(uint32_t *)at = code;
+    else if (type == KVPRIM_F16)
+        *(uint16_t *)at = (uint16_t)code;
+    else
+        *(uint8_t *)at = (uint8_t)code;
+}
+
+typedef struct kvpc_any_scale {
+    float divisor;
+    uint32_t code;
+} kvpc_any_scale;
+
+/* As kvpc_tile_scale. */
+KVPRIM_DEVICE kvpc_any_scale kvpc_compute_any_scale(float largest, float by, float inverse, float least,
+                                                    bool power_of_two, kvprim_dtype type, uint64_t tensor)
+{
+    kvpc_any_scale s;
+    const float outer = tensor ? kvpc_load_f32(tensor) : 1;
+    float scale = kvpc_tile_scale(largest, by, inverse, least, power_of_two);
+    if (tensor) {
+        const float quotient = kvpc_divide_exactly(kvpi_tile_largest(kvpi_bits_of(largest)), by);
+        scale = kvpi_tile_scale(kvpi_tile_quotient(kvpc_divide_exactly(quotient, outer)), least, power_of_two);
+    }
+    s.code = type == KVPRIM_F32 ? kvpi_bits_of(scale) : kvpi_to_short_scale(type, scale);
+    s.divisor = type == KVPRIM_F32 ? scale : kvpi_of_short_scale(type, s.code);
+    s.divisor = kvpi_tile_divisor(tensor ? kvpc_mul(s.divisor, outer) : s.divisor);
+    return s;
 }
 
 /* The larger magnitudes of two words of fp16 or bf16, element by element, with any signs; NaN does not count beside a
@@ -1664,7 +1721,7 @@ template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_most_of(uint32_t most)
 /* >>impl_convert_rows ------------------------------------------------------------------------------------------------
 
    Stores and gathers that convert plain rows (see kvpc_is_plain), where the indexed side is quantised and the other one
-   fp16 or bf16. An octet is 8 elements: a word of 16 bytes there, 8 bytes on the quantised side. */
+   fp16 or bf16. An octet is 8 elements: a word of 16 bytes there, 8 bytes on the quantised side, or 4 of F4E2M1. */
 #ifndef KVPRIM_NO_CONVERT
 
 /* K, V, or a half of the octets of K's rows. */
@@ -1689,8 +1746,12 @@ enum {
     kvpc_e8m0 = 16,     /* scales; not fp32 */
     kvpc_by_fours = 32, /* octets of the quantised side are at multiples of 4, not 8 */
     kvpc_power_of_two = 64,
-    kvpc_wide_index = 128
+    kvpc_wide_index = 128,
+    kvpc_scales_shift = 8 /* from this bit on: the type of the scales, beside F4E2M1 */
 };
+
+/* What the kernels convert to and from. */
+enum { kvpc_8_bits, kvpc_int8, kvpc_4_bits };
 static_assert((int)kvpc_trigger_late <= kvpc_dependences, "the lowest bits of kvpc_convert.how");
 
 /* In the order of use, as few rows take as long as their parameters take to come: see kvpc_plain. The first 48 bytes
@@ -1721,6 +1782,29 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
     uint32_t edges, scale_edges;   /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     uint32_t edge_lanes;           /* a mask: the threads of a row that do so; `edges` are then those of a head */
 } kvpc_convert_tiles;
+
+typedef struct kvpc_convert_packed : kvpc_convert_tiles {
+    uint64_t tensor[2]; /* where the tensor's scale of each route lies, or 0 */
+} kvpc_convert_packed;
+
+/* The parameters by what is converted. */
+template <int kind> struct kvpc_convert_params {
+    typedef kvpc_convert plain;
+    typedef kvpc_convert_tiles tiles;
+};
+template <> struct kvpc_convert_params<kvpc_4_bits> {
+    typedef kvpc_convert_packed plain, tiles;
+};
+
+KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert &, uint32_t)
+{
+    return 0;
+}
+
+KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert_packed &p, uint32_t route)
+{
+    return p.tensor[route];
+}
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
 KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_convert &p, const kvpc_route &s, uint64_t at, uint32_t octet)
@@ -1785,7 +1869,7 @@ KVPRIM_DEVICE void kvpc_scale_octets(uint32_t how, kvpc_octet *x, const float *s
 }
 
 /* Scales, rounds and stores octets. */
-template <kvprim_dtype from, bool int8, uint32_t octets, bool own_scale>
+template <kvprim_dtype from, int kind, uint32_t octets, bool own_scale>
 KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint64_t *dst, const uint4 *v,
                                      const float *scale, const bool *stores)
 {
@@ -1796,7 +1880,7 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
         kvpc_decode<from, 8>(x[m].e, in);
     }
     kvpc_scale_octets<octets, own_scale>(how, x, scale);
-    if (int8 && nans_at) {
+    if (kind != kvpc_8_bits && nans_at) {
         uint32_t nans = 0;
         for (uint32_t m = 0; m < octets; m++)
             if (stores[m])
@@ -1804,7 +1888,10 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
         if (nans)
             atomicAdd(nans_at, nans);
     }
-    if (int8)
+    if (kind == kvpc_4_bits)
+        for (uint32_t m = 0; m < octets; m++)
+            kvpc_encode<KVPRIM_F4E2M1, 8>(out[m], x[m].e);
+    else if (kind == kvpc_int8)
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_INT8, 8>(out[m], x[m].e);
     else if (KVPRIM_UNLIKELY((how & kvpc_e5m2) != 0))
@@ -1814,14 +1901,16 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], x[m].e);
     for (uint32_t m = 0; m < octets; m++)
-        if (stores[m])
+        if (stores[m] && kind == kvpc_4_bits)
+            *(uint32_t *)kvpc_global(dst[m]) = out[m][0];
+        else if (stores[m])
             kvpc_store_octet(how, dst[m], uint2{out[m][0], out[m][1]});
 }
 
 /* >>impl_convert_kernels ------------------------------------------------------------------------------------------- */
 
 /* Stores rows whose scales are given, or none. Each thread moves an octet of each of `routes` routes. */
-template <kvprim_dtype from, bool int8, uint32_t routes>
+template <kvprim_dtype from, int kind, uint32_t routes>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
@@ -1868,17 +1957,18 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         dst[m] = kvpc_head_at(p, s, row + at / 16 * 8, at / 16);
         stores[m] = stores[m] && x.inside;
     }
-    kvpc_store_octets<from, int8, routes, true>(how, p.nans, dst, v, scale, stores);
+    kvpc_store_octets<from, kind, routes, true>(how, p.nans, dst, v, scale, stores);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
 
 /* Gathers rows. Each thread moves an octet, and with `loads` 2 one more, row_threads further; where the octets end,
    that is a word that is only copied: V's words follow K's octets. */
-template <kvprim_dtype to, bool int8, uint32_t loads>
+template <kvprim_dtype to, int kind, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
-    kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
+    kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT typename kvpc_convert_params<kind>::plain KVPRIM_IN_PLACE p)
 {
+    const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8;
     const kvpc_route &s = p.route[0];
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     uint32_t i, at;
@@ -1895,7 +1985,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint2 v[loads];
     for (uint32_t k = 0; k < loads; k++)
         scale[k] = 1;
-    if (s.scales && !s.scale_row)
+    const uint64_t tensor = kvpc_tensor_of(p, 0);
+    const float outer = tensor ? kvpc_load_f32(tensor) : 1;
+    if (kind != kvpc_4_bits && s.scales && !s.scale_row)
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.octets)
                 scale[k] = kvpc_load_f32(kvpc_tile_at(p, s, s.scales, first + k * step));
@@ -1903,9 +1995,14 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint64_t src = kvpc_row_at(kvpc_row_at(p.src[0], x.row, p.src_stride[0]), page, s.page);
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t octet = first + k * step;
-        const uint64_t from = kvpc_head_at(p, s, src + 8 * octet, octet);
+        const uint64_t from = kvpc_head_at(p, s, src + octet_bytes * octet, octet);
         const bool has = x.inside && octet < p.octets;
         v[k] = uint2{0, 0};
+        if (kind == kvpc_4_bits) {
+            if (has)
+                v[k].x = (uint32_t)kvpc_load_i32(from);
+            continue;
+        }
         if (has && !by_fours) /* two conditions, which are compiled without a branch */
             v[k] = kvpc_load8(from);
         if (has && by_fours)
@@ -1920,7 +2017,11 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (s.scale_row && x.inside) {
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
         for (uint32_t k = 0; k < loads; k++)
-            if (first + k * step < p.octets)
+            if (kind == kvpc_4_bits && first + k * step < p.octets)
+                scale[k] = kvpc_mul(kvpc_load_any_scale(kvpc_tile_at(p, s, row, first + k * step),
+                                                        (kvprim_dtype)(how >> kvpc_scales_shift), 0),
+                                    outer);
+            else if (first + k * step < p.octets)
                 scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), (how & kvpc_e8m0) != 0);
     }
     if (dependence != kvpc_alone && loads == 1)
@@ -1930,7 +2031,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         const uint32_t in[2] = {v[k].x, v[k].y};
         float e[8];
         uint32_t out[4];
-        if (int8)
+        if (kind == kvpc_4_bits)
+            kvpc_decode<KVPRIM_F4E2M1, 8>(e, in);
+        else if (kind == kvpc_int8)
             kvpc_decode<KVPRIM_INT8, 8>(e, in);
         else if (how & kvpc_e5m2)
             kvpc_decode<KVPRIM_F8E5M2, 8>(e, in);
@@ -1964,10 +2067,11 @@ template <kvprim_dtype from> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t m
 
 /* Stores rows, and the scales that it computes. Thread g of a tile takes its octets g, g + tile_lanes, ... Threads of V
    that copy take a word each. No thread leaves before the shuffles, where all of a warp meet. */
-template <kvprim_dtype from, bool int8, uint32_t loads>
+template <kvprim_dtype from, int kind, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
-    kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
+    kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT typename kvpc_convert_params<kind>::tiles KVPRIM_IN_PLACE p)
 {
+    const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8;
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     if (dependence == kvpc_trigger_first)
         kvpc_pdl_trigger();
@@ -2000,7 +2104,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
             v[k] = kvpc_load16(src + (copies ? 0 : 16 * k * lanes));
     }
     /* All that the index and the words are not needed for, while they are on their way. */
-    uint64_t dst = copies ? s.dst + 16 * first : kvpc_head_at(p, s, s.dst + 8 * first, first);
+    uint64_t dst = copies ? s.dst + 16 * first : kvpc_head_at(p, s, s.dst + octet_bytes * first, first);
     uint64_t scale_at = kvpc_row_at(s.scales, tile, s.tile);
     kvpc_settle(dst), kvpc_settle(scale_at);
     kvpc_apply_index_rule(p, &x);
@@ -2024,15 +2128,23 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (p.scale_edges)
             kvpc_fetch_edges(scale_at, p.scale_edges);
     }
-    const float scale =
-        kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, (how & kvpc_power_of_two) != 0);
+    const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
+    kvpc_any_scale computed = {0, 0};
+    if (kind == kvpc_4_bits)
+        computed = kvpc_compute_any_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least,
+                                          (how & kvpc_power_of_two) != 0, scales, kvpc_tensor_of(p, second));
+    const float scale = kind == kvpc_4_bits ? computed.divisor
+                                            : kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least,
+                                                              (how & kvpc_power_of_two) != 0);
     uint64_t to[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        to[k] = dst + 8 * k * lanes;
+        to[k] = dst + octet_bytes * k * lanes;
         has[k] = has[k] && x.inside;
     }
-    kvpc_store_octets<from, int8, loads, false>(how, p.nans, to, v, &scale, has);
-    if (x.inside && in_tile == 0)
+    kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, has);
+    if (x.inside && in_tile == 0 && kind == kvpc_4_bits)
+        kvpc_store_any_scale(scale_at, computed.code, scales);
+    else if (x.inside && in_tile == 0)
         kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p, x);
@@ -2733,7 +2845,7 @@ static kvprim_status kvpc_check_bytes(const char *function, const char *name, co
 static uint64_t kvpc_scales_reach(const kvprim_side *side, int64_t rows)
 {
     const kvprim_format *const f = &side->format;
-    const int64_t elements = side->piece_bytes * side->table.heads / kvpi_dtype_bytes(f->dtype);
+    const int64_t elements = kvpi_elements_in(f->dtype, side->piece_bytes * side->table.heads);
     const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile, in_page = side->table.page_rows;
     const int64_t of_row = (scales - 1) * f->scale_tile_stride + kvpi_dtype_bytes(f->scale_dtype);
     kvprim_side of_scales = *side;
@@ -2766,6 +2878,7 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
                                  kvpc_scales_reach(side, rows)));
     }
     KVPRIM_TRY(kvpc_check_bytes(function, nans_name, f.dtype ? f.nans : NULL, 4));
+    KVPRIM_TRY(kvpc_check_bytes(function, "format.tensor_scale", f.scale ? f.tensor_scale : NULL, 4));
     if (kvpc_has_host_index(side))
         return kvpc_check_side_reach(function, name, index_name, side);
     return kvpc_check_bytes(function, index_name, side->index, size * ((count - 1) * (uint64_t)side->index_stride + 1));
@@ -3017,6 +3130,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
 
 typedef void (*kvpc_plain_convert)(const kvpc_convert KVPRIM_IN_PLACE);
 typedef void (*kvpc_tiles_convert)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
+typedef void (*kvpc_packed_convert)(const kvpc_convert_packed KVPRIM_IN_PLACE);
 
 /* A kernel for each of these types, by the other side's. */
 #define KVPRIM_CONVERT_KERNEL(type, kernel, ...)                                                                       \
@@ -3040,14 +3154,15 @@ static int64_t kvpc_scale_page_step(const kvprim_table *t, const kvprim_format *
 }
 
 /* Octets of a tile that a thread takes to compute its scale: two if they are a power of two (with few bytes one),
-   otherwise up to eight. 0: no kernel does. INT8 has only the one for two, as engines' tiles are. */
+   otherwise up to eight. 0: no kernel does. INT8 and F4E2M1 have only the one for two, as engines'
+   tiles are. */
 static uint32_t kvpc_octets_each(const kvprim_format *f, bool few)
 {
     const int64_t octets = f->tile / 8;
-    const bool int8 = f->dtype == KVPRIM_INT8;
+    const bool int8 = f->dtype == KVPRIM_INT8, packed = f->dtype == KVPRIM_F4E2M1;
     if (octets >= 2 && octets <= 64 && (octets & (octets - 1)) == 0)
-        return few && octets <= 32 && !int8 ? 1 : 2;
-    return octets <= 32 * 8 && !int8 ? 8 : 0;
+        return few && octets <= 32 && !int8 && !packed ? 1 : 2;
+    return octets <= 32 * 8 && !int8 && !packed ? 8 : 0;
 }
 
 /* Whether the kernels of plain rows can convert a move: a store to quantised rows, or a gather from them. */
@@ -3058,9 +3173,15 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
         return false;
     const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_format &f = quantised->format;
-    const bool tiles = f.scale == KVPRIM_SCALE_TILE;
-    if (!kvpi_is_quantised(f.dtype) || (other->format.dtype != KVPRIM_BF16 && other->format.dtype != KVPRIM_F16) ||
-        !kvpc_is_made_of(other, 16, 16) || !kvpc_is_made_of(quantised, 4, 8))
+    const bool tiles = f.scale == KVPRIM_SCALE_TILE, packed = f.dtype == KVPRIM_F4E2M1;
+#ifdef KVPRIM_NO_FOUR_BIT
+    const bool other_type = kvpi_is_four_bit(f.dtype);
+#else
+    const bool other_type = f.dtype == KVPRIM_INT4 || (packed && !tiles);
+#endif
+    if (!kvpi_is_quantised(f.dtype) || other_type ||
+        (other->format.dtype != KVPRIM_BF16 && other->format.dtype != KVPRIM_F16) || !kvpc_is_made_of(other, 16, 16) ||
+        !kvpc_is_made_of(quantised, 4, packed ? 4 : 8))
         return false;
     if (!tiles && f.scale_dtype == KVPRIM_F8E8M0) /* scales that rows share are read as fp32 */
         return false;
@@ -3069,9 +3190,9 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
     if (tiles && (f.scale_stride > UINT32_MAX || kvpc_scale_page_step(&quantised->table, &f) < 0))
         return false;
     return !tiles || m->zero ||
-           (quantised->piece_bytes % f.tile == 0 &&   /* a tile lies in one head, */
-            m->row_bytes <= 16 * kvpc_most_threads && /* a row's threads fit a block, */
-            f.scale_min <= 8.507059e37f &&            /* 2^126: a scale's reciprocal is a normal number, */
+           (kvpi_elements_in(f.dtype, quantised->piece_bytes) % f.tile == 0 && /* a tile lies in one head, */
+            m->row_bytes <= 16 * kvpc_most_threads &&                          /* a row's threads fit a block, */
+            f.scale_min <= 8.507059e37f && /* 2^126: a scale's reciprocal is a normal number, */
             kvpc_octets_each(&f, false) > 0);
 }
 
@@ -3102,11 +3223,12 @@ static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v
 static bool kvpc_is_gathered_beside(const kvprim_move *k, const kvprim_move *v)
 {
     const kvprim_side *const a = &k->src, *const b = &v->src;
+    const int64_t octets = 2 * kvpi_elements_in(a->format.dtype, k->row_bytes); /* bytes as dst has them */
     uint64_t bits = 0;
     return k->zero && v->zero && !v->rejected && !v->dst.format.dtype && k->count == v->count &&
            kvpc_is_same_naming(a, b) && a->table.page_rows == b->table.page_rows && b->table.heads == 1 &&
-           kvpc_is_plain(v, &bits) && (bits | (uint64_t)v->row_bytes) % 16 == 0 && v->row_bytes <= 2 * k->row_bytes &&
-           2 * k->row_bytes + v->row_bytes < 16 * 256;
+           kvpc_is_plain(v, &bits) && (bits | (uint64_t)v->row_bytes) % 16 == 0 && v->row_bytes <= octets &&
+           octets + v->row_bytes < 16 * 256;
 }
 
 /* What K or V is moved by. Sets the page's divisor, too. */
@@ -3143,11 +3265,12 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     const kvprim_format &f = indexed->format;
     const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
     kvpc_set_index(p, indexed, m);
-    p->head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / 8 : 0).narrow;
+    p->head = kvpc_divisor_of(t->heads > 1 ? kvpi_elements_in(f.dtype, indexed->piece_bytes) / 8 : 0).narrow;
     p->tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0).narrow;
     p->how = (f.scale && !m->zero && !f.scale_inverse ? kvpc_divides : 0) | (f.dtype == KVPRIM_F8E5M2 ? kvpc_e5m2 : 0) |
              (f.scale_dtype == KVPRIM_F8E8M0 ? kvpc_e8m0 : 0) | (kvpc_is_made_of(indexed, 8, 8) ? 0 : kvpc_by_fours) |
-             (p->index_is_i64 ? kvpc_wide_index : 0);
+             (p->index_is_i64 ? kvpc_wide_index : 0) |
+             (f.dtype == KVPRIM_F4E2M1 ? (uint32_t)f.scale_dtype << kvpc_scales_shift : 0);
     p->nans = m->zero ? NULL : f.nans;
 }
 
@@ -3173,7 +3296,7 @@ static uint32_t kvpc_whole_warps(uint32_t threads)
 static uint32_t kvpc_scale_bytes(const kvprim_side *side)
 {
     const kvprim_format &f = side->format;
-    const int64_t tiles = side->piece_bytes * side->table.heads / f.tile;
+    const int64_t tiles = kvpi_elements_in(f.dtype, side->piece_bytes * side->table.heads) / f.tile;
     return (uint32_t)((tiles - 1) * f.scale_tile_stride + kvpi_dtype_bytes(f.scale_dtype));
 }
 
@@ -3194,7 +3317,8 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
     const int64_t head = dst->piece_bytes + kvpi_dtype_bytes(f.scale_dtype);
     const bool inside = !f.scales && f.scale_offset == dst->piece_bytes * dst->table.heads;
     const bool follow_heads = !f.scales && dst->table.heads > 1 && f.scale_offset == dst->piece_bytes &&
-                              f.scale_tile_stride == dst->table.head_stride && f.tile == dst->piece_bytes;
+                              f.scale_tile_stride == dst->table.head_stride &&
+                              f.tile == kvpi_elements_in(f.dtype, dst->piece_bytes);
     const bool whole = (dst->table.stride | f.scale_offset) % kvpc_granule_bytes == 0, tiles = v && v->dst.format.dtype;
     const kvpc_route &a = p->route[0], &b = p->route[1];
     const bool follows = v && !tiles && b.dst == a.dst + row && b.dst_stride == a.dst_stride && b.page == a.page;
@@ -3213,15 +3337,15 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
 
 /* Stores that compute scales; v may be NULL. tables: 2 if V has tiles, too. */
 static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k, const kvprim_move *v,
-                                    kvpc_convert_tiles *p)
+                                    kvpc_convert_packed *p)
 {
     const kvprim_format &f = k->dst.format;
     const kvprim_dtype from = k->src.format.dtype;
     const bool int8 = f.dtype == KVPRIM_INT8, copies = v && !v->dst.format.dtype;
     const uint32_t tables = v && !copies ? 2 : 1;
     p->tile_octets = (uint32_t)(f.tile / 8);
-    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same */
-        p->how |= kvpc_divides | kvpc_power_of_two;
+    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same, unless there is ... */
+        p->how |= kvpc_power_of_two | (f.tensor_scale ? 0 : kvpc_divides); /* ... one of the tensor, too */
     p->least = f.scale_min;
     p->largest = kvpi_largest(f.dtype);
     p->inverse = 1.0f / p->largest;
@@ -3243,22 +3367,31 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     p->k_threads = kvpc_whole_warps(rows * lanes);
     if (copies)
         p->v_magic = (65536 + p->v_words - 1) / p->v_words;
-    const kvpc_tiles_convert kernel = int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, true, 2)
-                                      : loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 1)
-                                      : loads == 2 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 2)
-                                                   : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, false, 8);
-    return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
+    const uint32_t threads = p->k_threads + kvpc_whole_warps(rows * p->v_words);
+#ifndef KVPRIM_NO_FOUR_BIT
+    if (f.dtype == KVPRIM_F4E2M1) {
+        const kvpc_packed_convert packed = KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_4_bits, 2);
+        return kvpc_start_convert(call, packed, tables, threads, bytes, p);
+    }
+#endif
+    const kvpc_tiles_convert kernel =
+        int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_int8, 2)
+        : loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 1)
+        : loads == 2 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 2)
+                     : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 8);
+    return kvpc_start_convert(call, kernel, tables, threads, bytes, static_cast<kvpc_convert_tiles *>(p));
 }
 
 /* Gathers, and stores whose scales are given. Many rows stored alone are two halves, INT8 otherwise K and nothing. */
-static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
+static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert_packed *p)
 {
+    const bool packed = m->zero && m->src.format.dtype == KVPRIM_F4E2M1;
     const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;
     const kvprim_dtype other = (m->zero ? m->dst : m->src).format.dtype;
     const uint64_t bytes = (uint64_t)p->count * (p->route[0].octets + p->route[1].octets) * 16;
     const bool many = bytes > kvpc_few_bytes, halves = !m->zero && alone && many && p->octets % 2 == 0;
     const uint32_t routes = m->zero || (alone && !halves && !int8) ? 1 : 2;
-    const uint32_t loads = m->zero && (many || int8 || p->how & kvpc_by_fours || p->v_words) ? 2 : 1;
+    const uint32_t loads = m->zero && (many || int8 || packed || p->how & kvpc_by_fours || p->v_words) ? 2 : 1;
     for (size_t k = 0; !m->zero && many && k < (alone ? 1 : 2); k++)
         if (m->dst.table.heads == 1 && (p->route[k].dst_stride | 8 * p->route[k].octets) % kvpc_granule_bytes)
             p->route[k].edges = 8 * p->route[k].octets;
@@ -3274,14 +3407,20 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
     }
     const uint32_t parts = kvpc_shape_rows(p, 16 * (p->octets + p->v_words), loads, routes);
     const uint32_t threads = p->block_rows * p->row_threads;
-    const kvpc_plain_convert kernel = m->zero ? int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, true, 2)
-                                                : loads == 1
-                                                    ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 1)
-                                                    : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, false, 2)
-                                      : int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, true, 2)
-                                      : routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 1)
-                                                    : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, false, 2);
-    return kvpc_start_convert(call, kernel, parts, threads, bytes, p);
+#ifndef KVPRIM_NO_FOUR_BIT
+    if (packed) {
+        const kvpc_packed_convert gather = KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_4_bits, 2);
+        return kvpc_start_convert(call, gather, parts, threads, bytes, p);
+    }
+#endif
+    const kvpc_plain_convert kernel =
+        m->zero       ? int8         ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_int8, 2)
+                        : loads == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_8_bits, 1)
+                                     : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_8_bits, 2)
+              : int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_int8, 2)
+        : routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_8_bits, 1)
+                      : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_8_bits, 2);
+    return kvpc_start_convert(call, kernel, parts, threads, bytes, static_cast<kvpc_convert *>(p));
 }
 
 /* Runs K, or K and V, if the kernels of plain rows can convert them; returns whether. */
@@ -3290,8 +3429,9 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     if (call->launch.max_sms != 0 || n > 2 || !kvpc_is_plain_conversion(&moves[0]) ||
         (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1]) && !kvpc_is_gathered_beside(&moves[0], &moves[1])))
         return false;
-    kvpc_convert_tiles p = {};
+    kvpc_convert_packed p = {};
     for (size_t k = 0; k < n; k++) {
+        p.tensor[k] = (uintptr_t)(moves[k].zero ? moves[k].src : moves[k].dst).format.tensor_scale;
         p.src[k] = (uintptr_t)kvprim_side_layer(&moves[k].src, 0);
         p.src_stride[k] = (uint32_t)moves[k].src.table.stride;
         p.route[k] = kvpc_route_of(&moves[k], &p);
@@ -3842,20 +3982,22 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
 /* What is done with a number: nothing, or with its scale, its scale's inverse, a division. */
 enum { kvpc_unscaled, kvpc_multiplied, kvpc_inverted, kvpc_divided };
 
-/* How a launch converts. Sizes of elements are powers of two: 1 << dst_shift bytes. */
+/* How a launch converts. Sizes of elements are powers of two: 1 << dst_shift bytes; half of that in the kernels for
+   elements of 4 bits. */
 typedef struct kvpc_change {
     uint32_t dst_type, src_type, dst_shift, src_shift;
     uint32_t dst_mask, src_mask; /* address bits that are 0 where eight elements are aligned */
     uint32_t wide;               /* 1: eight elements have one scale, and lie together if the layers are aligned */
     uint32_t scaling;            /* kvpc_multiplied ... */
     uint32_t quantises, computes, several; /* several: a span may have more than one scale, which it reads */
-    uint32_t is_e8m0, power_of_two;
-    float least, largest, inverse; /* as in kvpc_convert_tiles */
-    uint64_t scales, scales_step;  /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
+    uint32_t is_e8m0, power_of_two;        /* is_e8m0: the scales' type beside 4 bits */
+    float least, largest, inverse;         /* as in kvpc_convert_tiles */
+    uint64_t scales, scales_step; /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
     int64_t offset;
     kvpc_layout scale;             /* `head` divides by the elements of a tile, and head_step leads to the next scale */
     uint64_t elements, span, tile; /* of a row, a span, a tile whose scale is computed */
-    uint64_t step;                 /* elements of a round of kvpc_convert_octets; 0: kvpc_convert_any takes all */
+    uint64_t step;                 /* elements of a round of kvpc_convert_octets; 0: kvpc_convert_any takes all. Beside
+                                      4 bits, which it always takes: where the tensor's scale lies, or 0 */
     uint32_t *nans;
 } kvpc_change;
 
@@ -3923,6 +4065,37 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_store_elements(uint64_t address, c
         kvpc_store16(address + 16, uint4{w[4], w[5], w[6], w[7]});
 }
 
+/* The same beside elements of 4 bits: eight that are aligned, or two. */
+template <uint32_t n> KVPRIM_DEVICE void kvpc_load_packed(uint32_t *w, uint64_t address, uint32_t shift)
+{
+    const char *const from = kvpc_global(address);
+    if (n == 2 && shift == 0) {
+        w[0] = *(const uint8_t *)from;
+    } else if (n == 2 && shift == 2) {
+        w[0] = ((const uint16_t *)from)[0] | (uint32_t)((const uint16_t *)from)[1] << 16;
+    } else if (shift == 0 || n == 2) {
+        for (uint32_t k = 0; k <= (shift == 0 ? 0 : 1); k++)
+            w[k] = ((const uint32_t *)from)[k];
+    } else {
+        kvpc_load_elements<n>(w, address, shift - 1);
+    }
+}
+
+template <uint32_t n> KVPRIM_DEVICE void kvpc_store_packed(uint64_t address, const uint32_t *w, uint32_t shift)
+{
+    char *const to = kvpc_global(address);
+    if (n == 2 && shift == 0) {
+        *(uint8_t *)to = (uint8_t)w[0];
+    } else if (n == 2 && shift == 2) {
+        ((uint16_t *)to)[0] = (uint16_t)w[0], ((uint16_t *)to)[1] = (uint16_t)(w[0] >> 16);
+    } else if (shift == 0 || n == 2) {
+        for (uint32_t k = 0; k <= (shift == 0 ? 0 : 1); k++)
+            ((uint32_t *)to)[k] = w[k];
+    } else {
+        kvpc_store_elements<n>(address, w, shift - 1);
+    }
+}
+
 /* kvpc_decode or kvpc_encode of n elements of a type. */
 #define KVPRIM_BY_TYPE(type, function, n, to, from)                                                                    \
     ((type) == KVPRIM_BF16     ? function<KVPRIM_BF16, n>(to, from)                                                    \
@@ -3931,6 +4104,12 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_store_elements(uint64_t address, c
      : (type) == KVPRIM_F8E4M3 ? function<KVPRIM_F8E4M3, n>(to, from)                                                  \
      : (type) == KVPRIM_F8E5M2 ? function<KVPRIM_F8E5M2, n>(to, from)                                                  \
                                : function<KVPRIM_INT8, n>(to, from))
+#define KVPRIM_BY_PACKED_TYPE(type, function, n, to, from)                                                             \
+    ((type) == KVPRIM_BF16     ? function<KVPRIM_BF16, n>(to, from)                                                    \
+     : (type) == KVPRIM_F16    ? function<KVPRIM_F16, n>(to, from)                                                     \
+     : (type) == KVPRIM_F32    ? function<KVPRIM_F32, n>(to, from)                                                     \
+     : (type) == KVPRIM_F4E2M1 ? function<KVPRIM_F4E2M1, n>(to, from)                                                  \
+                               : function<KVPRIM_INT4, n>(to, from))
 
 /* What a scale does to numbers. */
 KVPRIM_DEVICE kvpc_factor kvpc_factor_of(const kvpc_change &how, float scale)
@@ -3943,10 +4122,10 @@ KVPRIM_DEVICE kvpc_factor kvpc_factor_of(const kvpc_change &how, float scale)
 }
 
 /* Where element e of a row lies. */
-template <class number>
+template <bool four = false, class number>
 KVPRIM_DEVICE uint64_t kvpc_element_at(const kvpc_layout &side, uint64_t row, number e, uint32_t shift)
 {
-    const uint64_t at = row + ((uint64_t)e << shift);
+    const uint64_t at = row + (((uint64_t)e << shift) >> (four ? 1 : 0));
     return side.head_step ? at + kvpc_divide(e, side.head) * (uint64_t)side.head_step : at;
 }
 
@@ -3957,15 +4136,27 @@ KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_change &how, const kvpc_stretch<
     return s.scales + kvpc_divide(e, how.scale.head) * (uint64_t)how.scale.head_step;
 }
 
+/* The factor of elements whose scale at `address` is read. */
+template <bool four> KVPRIM_DEVICE kvpc_factor kvpc_read_factor(const kvpc_change &how, uint64_t address)
+{
+    return kvpc_factor_of(how, four ? kvpc_load_any_scale(address, (kvprim_dtype)how.is_e8m0, how.step)
+                                    : kvpc_load_scale(address, how.is_e8m0));
+}
+
 /* Scales, encodes and stores the numbers of elements e to e + n - 1. Returns how many NaNs were lost. */
-template <uint32_t n, class number>
+template <uint32_t n, bool four = false, class number>
 KVPRIM_DEVICE uint32_t kvpc_store_scaled(const kvpc_conversion &p, const kvpc_stretch<number> &s, number e, float *x,
                                          const kvpc_factor &factor)
 {
     const kvpc_change &how = p.how;
     uint32_t w[n] = {};
     kvpc_apply<n>(x, factor);
-    const uint32_t nans = how.dst_type == KVPRIM_INT8 ? kvpc_clear_nans<n>(x) : 0;
+    const uint32_t nans = (four ? how.quantises != 0 : how.dst_type == KVPRIM_INT8) ? kvpc_clear_nans<n>(x) : 0;
+    if (four) {
+        KVPRIM_BY_PACKED_TYPE(how.dst_type, kvpc_encode, n, w, x);
+        kvpc_store_packed<n>(kvpc_element_at<true>(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
+        return nans;
+    }
     KVPRIM_BY_TYPE(how.dst_type, kvpc_encode, n, w, x);
     kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
     return nans;
@@ -3973,12 +4164,19 @@ KVPRIM_DEVICE uint32_t kvpc_store_scaled(const kvpc_conversion &p, const kvpc_st
 
 /* Computes and stores the scale of the tile that begins at element e, from the largest magnitudes that the threads of a
    group have found. They call it together. */
-template <class number>
+template <bool four = false, class number>
 KVPRIM_DEVICE kvpc_factor kvpc_compute_scale(const kvpc_change &how, const kvpc_stretch<number> &s, number e,
                                              float largest, uint32_t lane, uint32_t lanes)
 {
     for (uint32_t distance = lanes / 2; distance; distance /= 2)
         largest = kvpc_max_magnitude(largest, kvpi_float_of(kvpc_group_xor(kvpi_bits_of(largest), distance, lanes)));
+    if (four) {
+        const kvpc_any_scale any = kvpc_compute_any_scale(largest, how.largest, how.inverse, how.least,
+                                                          how.power_of_two != 0, (kvprim_dtype)how.is_e8m0, how.step);
+        if (lane == 0)
+            kvpc_store_any_scale(kvpc_scale_at(how, s, e), any.code, (kvprim_dtype)how.is_e8m0);
+        return kvpc_factor_of(how, any.divisor);
+    }
     const float scale = kvpc_tile_scale(largest, how.largest, how.inverse, how.least, how.power_of_two != 0);
     if (lane == 0)
         kvpc_store_scale(kvpc_scale_at(how, s, e), scale, how.is_e8m0 != 0);
@@ -4105,7 +4303,7 @@ KVPRIM_DEVICE void kvpc_convert_octets(const kvpc_conversion &p, kvpc_stretch<nu
 
 /* Spans of any alignment, n elements of a thread at a time. Tiles whose scales are computed may have any size, and take
    two passes: one finds the largest magnitude, the other converts. */
-template <uint32_t n, class number>
+template <uint32_t n, bool four = false, class number>
 KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
     const kvpc_change &how = p.how;
@@ -4119,34 +4317,39 @@ KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<numbe
         const number end = begin + tile;
         kvpc_factor factor = kvpc_times(1.0f);
         if (how.scaling != kvpc_unscaled && !how.computes && !how.several && !s.zero)
-            factor = kvpc_factor_of(how, kvpc_load_scale(s.scales, how.is_e8m0));
+            factor = kvpc_read_factor<four>(how, s.scales);
         for (uint32_t pass = how.computes ? 0 : 1; pass < 2; pass++) {
             float largest = 0;
             KVPRIM_ROLLED
             for (number e = begin + n * lane; e < end; e += step) {
                 float x[n == 1 ? 4 : 8] = {};
                 uint32_t w[n] = {};
-                if (!s.zero)
+                if (!s.zero && four)
+                    kvpc_load_packed<n>(w, kvpc_element_at<true>(p.task.src, s.src, e, how.src_shift), how.src_shift);
+                else if (!s.zero)
                     kvpc_load_elements<n>(w, kvpc_element_at(p.task.src, s.src, e, how.src_shift), how.src_shift);
                 if (how.several && !s.zero)
-                    factor = kvpc_factor_of(how, kvpc_load_scale(kvpc_scale_at(how, s, e), how.is_e8m0));
-                KVPRIM_BY_TYPE(how.src_type, kvpc_decode, n, x, w);
+                    factor = kvpc_read_factor<four>(how, kvpc_scale_at(how, s, e));
+                if (four)
+                    KVPRIM_BY_PACKED_TYPE(how.src_type, kvpc_decode, n, x, w);
+                else
+                    KVPRIM_BY_TYPE(how.src_type, kvpc_decode, n, x, w);
                 if (pass > 0)
-                    nans += kvpc_store_scaled<n>(p, s, e, x, factor);
+                    nans += kvpc_store_scaled<n, four>(p, s, e, x, factor);
                 else
                     for (uint32_t i = 0; i < n; i++)
                         largest = kvpc_max_magnitude(largest, x[i]);
             }
             if (pass > 0)
                 break;
-            factor = kvpc_compute_scale(how, s, begin, largest, lane, lanes);
+            factor = kvpc_compute_scale<four>(how, s, begin, largest, lane, lanes);
         }
     }
     if (nans && how.nans)
         atomicAdd(how.nans, nans);
 }
 
-template <class number, uint32_t threads>
+template <class number, uint32_t threads, bool four>
 static __global__ void __launch_bounds__(threads, 1)
     kvpc_convert_kernel(const KVPRIM_GRID_CONSTANT kvpc_conversion KVPRIM_IN_PLACE p)
 {
@@ -4157,12 +4360,12 @@ static __global__ void __launch_bounds__(threads, 1)
     for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total;
          work += gridDim.x * in_block) {
         kvpc_stretch<number> s = kvpc_find_span(p, work);
-        if (sizeof(number) == 4 && s.wide && p.how.step) /* wide numbers are rare */
+        if (!four && sizeof(number) == 4 && s.wide && p.how.step) /* wide numbers are rare */
             kvpc_convert_octets(p, s, lane, lanes);
         else if (s.wide)
-            kvpc_convert_any<8>(p, s, lane, lanes);
+            kvpc_convert_any<8, four>(p, s, lane, lanes);
         else
-            kvpc_convert_any<1>(p, s, lane, lanes);
+            kvpc_convert_any<four ? 2 : 1, four>(p, s, lane, lanes);
         if (s.counted && lane == 0 && p.task.rejected)
             atomicAdd(p.task.rejected, 1u);
     }
@@ -4175,7 +4378,7 @@ static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_
 {
     const bool rows = f->scale == KVPRIM_SCALE_TILE;
     const int64_t stride = rows ? f->scale_stride : 0;
-    c->is_e8m0 = f->scale_dtype == KVPRIM_F8E8M0;
+    c->is_e8m0 = kvpi_is_four_bit(f->dtype) ? (uint32_t)f->scale_dtype : f->scale_dtype == KVPRIM_F8E8M0;
     c->scales_step = (uint64_t)f->scale_layer_stride;
     c->scales = f->scales ? (uintptr_t)f->scales + (uint64_t)first_layer * c->scales_step : 0;
     c->offset = f->scales ? 0 : f->scale_offset;
@@ -4191,13 +4394,32 @@ static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_
 }
 
 /* The layout of a side in elements. *wide becomes false unless eight of them are aligned wherever a layer is. */
-static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t shift, uint32_t mask, bool *wide)
+static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t mask, bool *wide)
 {
     uint64_t bits = 0;
-    const kvpc_layout s = kvpc_layout_of(side, (int64_t)1 << shift, &bits);
+    kvpc_layout s = kvpc_layout_of(side, 1, &bits);
     const uint64_t steps = (uint64_t)s.stride | (uint64_t)s.page_step | (uint64_t)s.head_step;
-    *wide = *wide && (steps & mask) == 0 && (side->piece_bytes >> shift) % 8 == 0;
+    const int64_t piece = kvpi_elements_in(side->format.dtype, side->piece_bytes);
+    s.head = kvpc_divisor_of(side->table.heads > 1 ? piece : 0);
+    *wide = *wide && (steps & mask) == 0 && piece % 8 == 0;
     return s;
+}
+
+/* log2 of an element's bytes, or, beside elements of 4 bits, of twice that; and kvpc_change's mask. */
+static uint32_t kvpc_element_shift(kvprim_dtype type, bool packed)
+{
+    return kvpi_is_four_bit(type) ? 0 : (uint32_t)kvpi_dtype_bytes(type) / 2 + (packed ? 1 : 0);
+}
+
+static uint32_t kvpc_octet_mask(kvprim_dtype type)
+{
+    return (uint32_t)(kvpi_bytes_of(type, 8) < 16 ? kvpi_bytes_of(type, 8) : 16) - 1;
+}
+
+/* Whether one side has elements of 4 bits. */
+static bool kvpc_is_packed(const kvprim_move *m)
+{
+    return kvpi_is_four_bit(m->dst.format.dtype) || kvpi_is_four_bit(m->src.format.dtype);
 }
 
 /* How a move converts. The layers start with number `first_layer` of the move. */
@@ -4207,26 +4429,27 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
     kvpc_change c = {};
     c.quantises = kvpi_is_quantised(to.dtype) != 0;
     const kvprim_format *const f = c.quantises ? &to : &from;
-    c.dst_type = (uint32_t)to.dtype, c.dst_shift = (uint32_t)kvpi_dtype_bytes(to.dtype) / 2;
-    c.src_type = (uint32_t)from.dtype, c.src_shift = (uint32_t)kvpi_dtype_bytes(from.dtype) / 2;
-    c.dst_mask = c.dst_shift == 0 ? 7 : 15, c.src_mask = c.src_shift == 0 ? 7 : 15;
-    c.elements = (uint64_t)m->row_bytes >> c.src_shift;
+    const bool packed = kvpc_is_packed(m);
+    c.dst_type = (uint32_t)to.dtype, c.dst_shift = kvpc_element_shift(to.dtype, packed);
+    c.src_type = (uint32_t)from.dtype, c.src_shift = kvpc_element_shift(from.dtype, packed);
+    c.dst_mask = kvpc_octet_mask(to.dtype), c.src_mask = kvpc_octet_mask(from.dtype);
+    c.elements = (uint64_t)kvpi_elements_in(from.dtype, m->row_bytes);
     bool wide = true;
-    *dst = kvpc_elements_of(&m->dst, c.dst_shift, c.dst_mask, &wide);
-    *src = kvpc_elements_of(&m->src, c.src_shift, c.src_mask, &wide);
+    *dst = kvpc_elements_of(&m->dst, c.dst_mask, &wide);
+    *src = kvpc_elements_of(&m->src, c.src_mask, &wide);
     if (f->scale) {
         kvpc_set_scales(&c, c.quantises ? &m->dst.table : &m->src.table, f, first_layer);
         wide = wide && (f->scale == KVPRIM_SCALE_TENSOR || f->tile % 8 == 0);
         c.computes = c.quantises && f->scale == KVPRIM_SCALE_TILE;
         c.tile = c.computes ? (uint64_t)f->tile : 0;
-        c.power_of_two = f->scale_power_of_two || c.is_e8m0;
+        c.power_of_two = f->scale_power_of_two || f->scale_dtype == KVPRIM_F8E8M0;
         c.least = f->scale_min, c.largest = kvpi_largest(f->dtype), c.inverse = 1.0f / c.largest;
         c.several = f->scale != KVPRIM_SCALE_TENSOR && !c.computes;
         /* The inverse of a power of two is exact. */
-        c.scaling = !c.quantises                                         ? kvpc_multiplied
-                    : c.computes && (f->scale_inverse || c.power_of_two) ? kvpc_inverted
-                    : f->scale_inverse                                   ? kvpc_multiplied
-                                                                         : kvpc_divided;
+        c.scaling = !c.quantises                                                      ? kvpc_multiplied
+                    : c.computes && (f->scale_inverse || (c.power_of_two && !packed)) ? kvpc_inverted
+                    : f->scale_inverse                                                ? kvpc_multiplied
+                                                                                      : kvpc_divided;
     }
     if (c.quantises)
         c.nans = to.nans;
@@ -4243,10 +4466,10 @@ static uint64_t kvpc_spans_of(uint64_t rounds, uint64_t most)
 /* Cuts rows into spans, of tiles if their scales are computed. A group of threads takes up to kvpc_convert_rounds
    rounds, one after the other, if there is enough work for all multiprocessors, and is chosen so that few of its
    threads idle. */
-static void kvpc_cut_conversion(const kvpc_call *call, kvpc_conversion *p)
+static void kvpc_cut_conversion(const kvpc_call *call, bool packed, kvpc_conversion *p)
 {
     kvpc_change *const c = &p->how;
-    const uint64_t each = c->wide ? 8 : 1, all = (c->computes ? c->tile : c->elements) / each;
+    const uint64_t each = c->wide ? 8 : packed ? 2 : 1, all = (c->computes ? c->tile : c->elements) / each;
     const uint64_t rows = p->task.count.by * p->task.layers;
     const bool many = call->launch.max_sms > 0 || rows * (c->elements / each) > kvpc_some_threads;
     const uint64_t most = many ? kvpc_convert_rounds : 1;
@@ -4289,10 +4512,20 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
     kvpc_conversion p;
     (void)kvpc_fill_listed(call, m, slice, &p);
     p.how = kvpc_change_of(m, slice->layer, &p.task.dst, &p.task.src);
-    kvpc_cut_conversion(call, &p);
+    kvpc_cut_conversion(call, kvpc_is_packed(m), &p);
     const uint32_t lanes = 1u << p.lanes_shift;
-    return narrow ? kvpc_start_groups(call, kvpc_convert_kernel<uint32_t, many>, many, lanes, &p)
-                  : kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few>, few, lanes, &p);
+    if (kvpc_is_packed(m)) {
+#ifdef KVPRIM_NO_FOUR_BIT
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: compiled with KVPRIM_NO_FOUR_BIT, and elements have 4 bits",
+                           call->function);
+#else
+        p.how.step = (uintptr_t)(p.how.quantises ? m->dst : m->src).format.tensor_scale;
+        /* one kernel for all sizes: it takes 50 KB */
+        return kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, true>, few, lanes, &p);
+#endif
+    }
+    return narrow ? kvpc_start_groups(call, kvpc_convert_kernel<uint32_t, many, false>, many, lanes, &p)
+                  : kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, false>, few, lanes, &p);
 }
 
 /* With parameters of one size: rows of a host's index that convert are few, or of many layers, and then launches take

@@ -3,8 +3,10 @@
    from where the engine expects it, with an oracle's rounding and scales. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim.h"
-#include "tests/core/convert_oracle.h"
 #include <stdio.h>
+#include <stdlib.h>
+
+#include "tests/core/convert_oracle.h"
 
 enum { SLOTS = 128, TOKENS = 40, HEADS = 8, DIM = 128, MOST = HEADS * (DIM + 16) };
 
@@ -54,6 +56,24 @@ static void stores(const char *name, kvprim_store_desc store, kvprim_table cache
     failed += wrong;
 }
 
+/* A store of elements of 4 bits, every byte of the memory compared with the oracle's. */
+static void stores_packed(const char *name, kvprim_store_desc store, kvprim_table cache)
+{
+    static unsigned char want[sizeof memory];
+    oracle_move m = {.row_bytes = store.k_bytes, .count = store.count, .layers = 1};
+    cache.stride = HEADS * DIM / 2;
+    m.dst.table = store.k_cache = cache, m.src.table = store.k, m.src.table.stride = store.k_bytes;
+    m.dst.index = store.slot, m.dst.type = store.slot_type;
+    memset(memory, 0xa5, sizeof memory);
+    oracle_run(&m);
+    memcpy(want, memory, sizeof want);
+    memset(memory, 0xa5, sizeof memory);
+    const int wrong = kvprim_store(&store) != KVPRIM_OK || memcmp(memory, want, sizeof want) != 0;
+    if (wrong)
+        printf("examples/FORMATS.md: %s: %s\n", name, kvprim_last_error());
+    failed += wrong;
+}
+
 static kvprim_table formatted(kvprim_table cache, const kvprim_format *format)
 {
     cache.format = format;
@@ -82,7 +102,8 @@ static void gathers(const kvprim_format *format, const kvprim_format *bf16, floa
 }
 
 static void formats(void *cache, int64_t slots, int64_t dim, float *k_scale, float *kv_scale_orig_quant,
-                    float *kv_scale_quant_orig, void *kv_c, void *k_pe, int64_t tokens)
+                    float *kv_scale_quant_orig, void *kv_c, void *k_pe, int64_t tokens, int64_t page_bytes,
+                    void *mx_scales)
 {
 #include "formats.h"
     const kvprim_table flat = store.k_cache;
@@ -101,6 +122,8 @@ static void formats(void *cache, int64_t slots, int64_t dim, float *k_scale, flo
     stores("token_head_int8", store, formatted(token_heads, &token_head_int8), e);
     e = (engine){KVPRIM_F8E4M3, HEADS, HEADS * (DIM + 16), DIM + 16, DIM, DIM + 16, NULL, 0, 1e-12f, 0};
     stores("token_head_flashinfer", store, flashinfer_heads, e);
+    stores_packed("nvfp4", store, nvfp4_pages);
+    stores_packed("mxfp4", store, formatted(flat, &mxfp4));
 
     e = (engine){KVPRIM_F8E4M3, 4, 656, DIM, 512, sizeof(float), NULL, 0, 1e-4f, 1};
     stores("fp8_ds_mla", latents, mla.k_cache, e);
@@ -127,6 +150,7 @@ int main(void)
     }
     for (int h = 0; h < HEADS; h++)
         scales[h] = 0.02f * (float)(h + 1);
-    formats(memory, SLOTS, DIM, scales, &orig_quant, &quant_orig, k, rope, TOKENS);
+    formats(memory, SLOTS, DIM, scales, &orig_quant, &quant_orig, k, rope, TOKENS,
+            2 * 16 * HEADS * (DIM / 2 + DIM / 16), memory + SLOTS * HEADS * DIM / 2);
     return failed != 0;
 }

@@ -238,7 +238,7 @@ emulated()
         -I. -DKVPRIM_CORE_IMPLEMENTED tests/gpu/test_cuda_emulated.cpp $object
     group "test_cuda_emulated compiled, $cxx $checks"
     program "test_cuda_emulated $quick" $launcher "$build/test_cuda_emulated" $quick
-    for switch in no_convert no_unpack no_fetch; do
+    for switch in no_convert no_four_bit no_unpack no_fetch; do
         cell "$switch, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/$switch.cpp -o "$build/$switch"
         group "$switch compiled, $CXX"
         program "$switch" "$build/$switch"

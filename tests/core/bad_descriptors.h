@@ -117,7 +117,7 @@ static void expect_operands(size_t operation, const operands *o, kvprim_status s
     if (operation == 0) {
         kvprim_gather_desc d = gather_of(o->dst, o->src, o->row_bytes, index, o->count);
         d.index_type = type, d.index_stride = o->index_stride, d.rejected = o->rejected;
-        d.reserved = o->reserved, d.reserved_index = reserved_index;
+        d.reserved = o->reserved, d.keep_padding = reserved_index;
         EXPECT(gather, &d, status, words);
     } else if (operation <= 2) {
         kvprim_store_desc d = store_of(o->dst, o->src, o->row_bytes, index, o->count);
@@ -264,8 +264,10 @@ static void check_bad_fields(size_t operation, const operands *good)
         {O(row_bytes, INT64_MIN), SIZE, n->row_bytes, " is -9223372036854775808"},
         {O(row_bytes, INT64_MAX), SIZE, n->dst, ".rows is 8, which makes the table larger"},
         {O(reserved, 1), ARGUMENT, n->function, "a reserved field"},
-        {O(reserved_index, operation < 3 ? 1 : 2), ARGUMENT, n->function,
-         operation < 3 ? "a reserved field" : "host_index is 2"},
+        {O(reserved_index, 2), ARGUMENT, n->function,
+         operation == 0  ? "keep_padding is 2, neither 0 nor 1"
+         : operation < 3 ? "a reserved field"
+                         : "host_index is 2"},
         {O(src.data, AT(dst)), OVERLAP, "", "overlap"},
         {O(src.data, AT(dst_end - 1)), OVERLAP, "", "overlaps"},
         {O(dst.data, AT(src_end - 1)), OVERLAP, "", "overlaps"},

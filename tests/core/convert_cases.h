@@ -21,6 +21,7 @@ typedef struct convert_case {
     size_t used;
     oracle_move move;
     kvprim_format dst, src;
+    float tensor_scale[2];
     void *dst_layers[CASE_LAYERS], *src_layers[CASE_LAYERS];
 } convert_case;
 
@@ -64,7 +65,7 @@ static uint32_t case_element(case_pick *pick, kvprim_dtype dtype)
 {
     if (pick(16) == 0)
         return (uint32_t)(pick(65536) << 16 | pick(65536)) &
-               (uint32_t)(0xffffffffu >> (32 - 8 * oracle_type_of(dtype)->bytes));
+               (uint32_t)(0xffffffffu >> (32 - 8 * oracle_type_of(dtype)->bytes / oracle_packed(dtype)));
     return oracle_encode(dtype, (float)oracle_ldexp((double)pick(1 << 16) / 32768 - 1, (int)pick(20) - 10));
 }
 
@@ -77,18 +78,27 @@ static void case_side(convert_case *c, case_pick *pick, int dst, int64_t n, int3
     const int64_t element = oracle_type_of(f->dtype)->bytes;
     const int quantised = element == 1, array = pick(3) == 0;
     void **const bases = dst ? c->dst_layers : c->src_layers;
+    const int64_t packed_in = oracle_packed(c->dst.dtype) * oracle_packed(c->src.dtype);
+    const int four = oracle_packed(f->dtype) > 1;
     int32_t heads = 1 + (int32_t)pick(4);
-    while (n % heads != 0)
+    while (n % (heads * packed_in) != 0)
         heads--;
-    const int64_t page_rows = pick(2) ? 1 + (int64_t)pick(6) : 0, piece = n / heads * element;
+    const int64_t page_rows = pick(2) ? 1 + (int64_t)pick(6) : 0, piece = oracle_bytes(f->dtype, n / heads);
     const int64_t pages = page_rows ? (rows + page_rows - 1) / page_rows : 1;
     f->scale = quantised ? (kvprim_scale_kind)pick(4) : (kvprim_scale_kind)0;
     f->scale_dtype = f->scale && pick(3) == 0 ? KVPRIM_F8E8M0 : f->scale && pick(2) ? KVPRIM_F32 : (kvprim_dtype)0;
     const int tiled = f->scale == KVPRIM_SCALE_TILE, inside = f->scale && pick(2);
-    const int64_t size = f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4, align = inside && size > element ? size : element;
+    if (four && tiled && pick(2))
+        f->scale_dtype = pick(3) ? KVPRIM_F8E4M3 : KVPRIM_F16;
+    if (four && tiled && pick(2)) {
+        float *const outer = &c->tensor_scale[dst];
+        *outer = pick(4) ? case_scale(pick) : 0.01f;
+        f->tensor_scale = outer;
+    }
+    const int64_t size = oracle_scale_bytes(f->scale_dtype), align = inside && size > element ? size : element;
     if (f->scale >= KVPRIM_SCALE_HEAD && !(pick(3) == 0 && (tiled || heads > 1))) {
-        f->tile = 1 + (int64_t)pick((uint64_t)n);
-        while (n % f->tile != 0)
+        f->tile = packed_in + (int64_t)pick((uint64_t)(n - packed_in + 1));
+        while (n % f->tile != 0 || f->tile % packed_in != 0)
             f->tile--;
     }
     const int64_t tile = f->scale == KVPRIM_SCALE_TENSOR ? n : f->tile ? f->tile : tiled ? n : n / heads;
@@ -176,17 +186,18 @@ static void case_values(convert_case *c, case_pick *pick)
     for (int k = 0; k < 2; k++) {
         const oracle_side *const part = k ? &c->move.src : &c->move.dst;
         const kvprim_format *const f = k ? &c->src : &c->dst;
-        const oracle_type *const type = oracle_type_of(f->dtype);
-        const int64_t n = c->move.row_bytes / oracle_type_of(c->src.dtype)->bytes;
+        const int64_t n = c->move.row_bytes * oracle_packed(c->src.dtype) / oracle_type_of(c->src.dtype)->bytes;
         for (int32_t l = 0; l < c->move.layers; l++)
             for (int64_t row = 0; row < part->table.rows; row++)
                 for (int64_t e = 0; e < n; e++) {
                     unsigned char *const base = oracle_layer(part, l);
                     if (k)
-                        oracle_put_code(oracle_element(part, base, row, n, e), type->bytes,
-                                        case_element(pick, f->dtype));
+                        oracle_put(f->dtype, oracle_element(part, base, row, n, e), e % oracle_packed(f->dtype),
+                                   case_element(pick, f->dtype));
                     const float scale = f->scale && e % oracle_tile(part, n) == 0 ? case_scale(pick) : 0;
-                    if (f->scale && e % oracle_tile(part, n) == 0 && f->scale_dtype != KVPRIM_F8E8M0)
+                    if (f->scale_dtype == KVPRIM_F16 && e % oracle_tile(part, n) == 0)
+                        oracle_put_code(oracle_scale(part, l, row, n, e), 2, (uint32_t)pick(65536));
+                    else if (f->scale && e % oracle_tile(part, n) == 0 && oracle_scale_bytes(f->scale_dtype) == 4)
                         memcpy(oracle_scale(part, l, row, n, e), &scale, sizeof scale);
                     else if (f->scale && e % oracle_tile(part, n) == 0)
                         *oracle_scale(part, l, row, n, e) = (unsigned char)(pick(8) ? 115 + pick(24) : pick(256));
@@ -202,20 +213,21 @@ static void case_make(convert_case *c, case_pick *pick, case_pick *values, unsig
                       const convert_case *k)
 {
     static const kvprim_dtype floats[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32},
-                              quantised[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8};
+                              quantised[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8, KVPRIM_F4E2M1, KVPRIM_INT4};
     const int kind = (int)pick(5);
     memset(c, 0, sizeof *c);
     c->memory = block;
     c->used = k ? k->used : 0;
-    c->src.dtype = kind < 2 ? quantised[pick(3)] : floats[pick(3)];
-    c->dst.dtype = kind == 2 || kind == 3 ? quantised[pick(3)] : floats[pick(3)];
+    c->src.dtype = kind < 2 ? quantised[pick(5)] : floats[pick(3)];
+    c->dst.dtype = kind == 2 || kind == 3 ? quantised[pick(5)] : floats[pick(3)];
     if (c->dst.dtype == c->src.dtype)
         c->dst.dtype = c->src.dtype == KVPRIM_F16 ? KVPRIM_F32 : KVPRIM_F16;
-    const int64_t n = pick(4) ? 1 + (int64_t)pick(40) : 8 * (1 + (int64_t)pick(20));
+    const int64_t packed = oracle_packed(c->src.dtype) * oracle_packed(c->dst.dtype);
+    const int64_t n = pick(4) ? packed * (1 + (int64_t)pick(packed > 1 ? 20 : 40)) : 8 * (1 + (int64_t)pick(20));
     const int64_t most = n > 40 ? 6 : CASE_ROWS;
-    c->move.row_bytes = n * oracle_type_of(c->src.dtype)->bytes;
+    c->move.row_bytes = oracle_bytes(c->src.dtype, n);
     c->move.layers = operation == case_transfer ? 1 + (int32_t)pick(CASE_LAYERS) : 1;
-    c->move.zero = operation == case_gather;
+    c->move.zero = operation == case_gather && pick(4);
     const int dst_index = operation == case_store || (operation == case_transfer && pick(2));
     const int src_index = operation == case_gather || (operation == case_transfer && pick(2));
     const int64_t dst_rows = k ? k->move.dst.table.rows : 1 + (int64_t)pick((uint64_t)most);
@@ -255,7 +267,7 @@ static kvprim_status case_run(const convert_case *c, const convert_case *v, int 
         memset(&d, 0, sizeof d);
         d.dst = m->dst.table, d.src = m->src.table, d.row_bytes = m->row_bytes;
         d.index = m->src.index, d.index_type = m->src.type, d.index_base = m->src.base, d.index_stride = m->src.stride;
-        d.count = m->count, d.rejected = m->rejected;
+        d.count = m->count, d.rejected = m->rejected, d.keep_padding = !m->zero;
         return check_only ? kvprim_gather_check(&d, NULL) : kvprim_gather(&d);
     }
     if (operation == case_store) {

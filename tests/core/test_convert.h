@@ -50,8 +50,8 @@ static void check_elements(kvprim_dtype from, kvprim_dtype to, const unsigned ch
                            int inverse)
 {
     static unsigned char dst[4 * most_values + 8];
-    const oracle_type *const ft = oracle_type_of(from), *const tt = oracle_type_of(to);
-    const int64_t from_bytes = n * ft->bytes, to_bytes = n * tt->bytes;
+    const oracle_type *const tt = oracle_type_of(to);
+    const int64_t from_bytes = oracle_bytes(from, n), to_bytes = oracle_bytes(to, n);
     float own = scale ? *scale : 0;
     uint32_t nans = 40, want_nans = 40;
     kvprim_format src_format = plain_format(from), dst_format = plain_format(to);
@@ -65,12 +65,12 @@ static void check_elements(kvprim_dtype from, kvprim_dtype to, const unsigned ch
     if (kvprim_transfer(&d) != KVPRIM_OK)
         fail("%s", kvprim_last_error());
     for (int64_t i = 0; i < n; i++) {
-        const uint32_t code = oracle_code_at(src + i * ft->bytes, ft->bytes);
+        const uint32_t code = oracle_code_of(from, src, i);
         float q = (float)oracle_decode(from, code);
         if (scale)
             q = tt->bytes == 1 && !inverse ? oracle_divide(q, own) : oracle_multiply(q, own);
-        const uint32_t want = oracle_encode(to, q), got = oracle_code_at(dst + i * tt->bytes, tt->bytes);
-        want_nans += to == KVPRIM_INT8 && isnan(q);
+        const uint32_t want = oracle_encode(to, q), got = oracle_code_of(to, dst, i);
+        want_nans += oracle_counts_nans(to) && isnan(q);
         if (got != want)
             fail("%d 0x%x to %d, scale %g%s: 0x%x, expected 0x%x", (int)from, code, (int)to, scale ? (double)own : 1.0,
                  inverse ? ", inverse" : "", got, want);
@@ -90,7 +90,7 @@ static const float odd_scales[] = {
 static void test_every_value(void)
 {
     static const kvprim_dtype halves[] = {KVPRIM_F16, KVPRIM_BF16},
-                              quantised[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8},
+                              quantised[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8, KVPRIM_F4E2M1, KVPRIM_INT4},
                               floats[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
     static uint16_t all[65536];
     unsigned char codes[256];
@@ -112,12 +112,13 @@ static void test_every_value(void)
     }
     for (size_t k = 0; k < LENGTH(quantised); k++)
         for (size_t h = 0; h < LENGTH(floats); h++) {
-            check_elements(quantised[k], floats[h], codes, 256, NULL, 0);
+            const int64_t n = 256 * oracle_packed(quantised[k]);
+            check_elements(quantised[k], floats[h], codes, n, NULL, 0);
             for (size_t s = 0; s < LENGTH(odd_scales); s++)
-                check_elements(quantised[k], floats[h], codes, 256, &odd_scales[s], 0);
+                check_elements(quantised[k], floats[h], codes, n, &odd_scales[s], 0);
             for (int e = -126; e <= 127; e++) {
                 const float power = (float)oracle_ldexp(e % 3 ? 1 : 1.37, e);
-                check_elements(quantised[k], floats[h], codes, 256, &power, 0);
+                check_elements(quantised[k], floats[h], codes, n, &power, 0);
             }
         }
 }
@@ -157,7 +158,8 @@ static int64_t edges_of(kvprim_dtype to, float scale, uint32_t step, float *out)
 static void test_edges_of_rounding(void)
 {
     static float x[most_values];
-    static const kvprim_dtype types[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8, KVPRIM_F16, KVPRIM_BF16};
+    static const kvprim_dtype types[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8, KVPRIM_F16,
+                                         KVPRIM_BF16,   KVPRIM_F4E2M1, KVPRIM_INT4};
     for (size_t k = 0; k < LENGTH(types); k++) {
         const int quantised = oracle_type_of(types[k])->bytes == 1;
         const int64_t n = edges_of(types[k], 1, quantised ? 1 : 3 * (uint32_t)every, x);
@@ -647,7 +649,7 @@ static void test_format_errors(void)
     REFUSED(b.d.k.format = NULL, ARGUMENT, "kvprim_store: k_cache.format is set, but k.format is NULL");
     REFUSED(b.d.v_cache.format = NULL, ARGUMENT, "kvprim_store: v.format is set, but v_cache.format is NULL");
     REFUSED(b.bf16.dtype = (kvprim_dtype)1, ARGUMENT, "k.format.dtype is 1, which is no element type");
-    REFUSED(b.k_format.dtype = (kvprim_dtype)27, ARGUMENT, "k_cache.format.dtype is 27, which is no element type");
+    REFUSED(b.k_format.dtype = (kvprim_dtype)29, ARGUMENT, "k_cache.format.dtype is 29, which is no element type");
     REFUSED(b.bf16.dtype = KVPRIM_F64, UNSUPPORTED,
             "from k.format.dtype, which is 20, to k_cache.format.dtype, which is 24");
     REFUSED(b.k_format.dtype = KVPRIM_F8E8M0, UNSUPPORTED, "to k_cache.format.dtype, which is 26");
@@ -660,7 +662,11 @@ static void test_format_errors(void)
     REFUSED(b.k_format.reserved = 1, ARGUMENT, "a reserved field of k_cache.format is not 0");
     REFUSED(b.k_format.scale = (kvprim_scale_kind)4, ARGUMENT, "k_cache.format.scale is 4, no kind of scale");
     REFUSED(b.bf16.scale = KVPRIM_SCALE_TENSOR, ARGUMENT, "k.format.scale is 1, but elements that are not quantised");
-    REFUSED(b.k_format.scale_dtype = KVPRIM_F16, ARGUMENT, "scale_dtype is 17, neither KVPRIM_F32 nor KVPRIM_F8E8M0");
+    REFUSED(b.k_format.scale_dtype = KVPRIM_F64, ARGUMENT, "scale_dtype is 20, neither KVPRIM_F32 nor KVPRIM_F8E8M0");
+    REFUSED(b.k_format.scale_dtype = KVPRIM_F16, ARGUMENT, "scale_dtype is 17, which only tiles of elements of 4 bits");
+    REFUSED(b.k_format.tensor_scale = (const float *)&b, ARGUMENT, "but tensor_scale is set, which only tiles of 4");
+    REFUSED((b.k_format.dtype = KVPRIM_F4E2M1, b.d.k_bytes = 126), SIZE, "k_bytes is 126, an odd number of elements");
+    REFUSED((b.k_format.dtype = KVPRIM_INT4, b.k_format.tile = 1), ARGUMENT, "tile is 1, an odd number of elements");
     REFUSED(b.k_format.scale_power_of_two = 2, ARGUMENT, "scale_power_of_two is 2, neither 0 nor 1");
     REFUSED(b.k_format.scale_inverse = -1, ARGUMENT, "scale_inverse is -1, neither 0 nor 1");
     REFUSED(b.k_format.scale_min = -1, ARGUMENT, "scale_min is -1, neither 0 nor from 2^-126 to 2^127");

@@ -573,11 +573,12 @@ static uint32_t expect_move(side *dst, const side *src, int64_t row_bytes, int32
     return rejected;
 }
 
-static kvprim_status gather_sides(const side *dst, const side *src, int64_t row_bytes, uint32_t *rejected)
+static kvprim_status gather_sides(const side *dst, const side *src, int64_t row_bytes, uint32_t *rejected, int keep)
 {
     const index_list *const x = &src->index;
     kvprim_gather_desc d = gather_of(dst->m.t, src->m.t, row_bytes, x->u.i32, move_count);
     d.index_type = x->type, d.index_base = x->base, d.index_stride = x->stride, d.rejected = rejected;
+    d.keep_padding = keep;
     return kvprim_gather(&d);
 }
 
@@ -611,6 +612,54 @@ static kvprim_status transfer_sides(const side *dst, const side *src, int64_t ro
     return kvprim_transfer(&d);
 }
 
+/* One piece for all heads of a source: rows of three pieces, each the same as the source's only one. */
+static void test_shared_heads(void)
+{
+    static unsigned char src[8][20], got[8][64], want[8][64];
+    const int32_t index[] = {3, -1, 7, 0, 9, 1};
+    enum { n = LENGTH(index) };
+    for (int64_t piece = 1; piece <= 20; piece++)
+        for (int operation = 0; operation < 4; operation++) {
+            const int32_t paged = operation == 3 ? 2 : 0;
+            const kvprim_table dst = {.data = got, .rows = 8, .stride = 64};
+            const kvprim_table from = {.data = src,
+                                       .rows = 8,
+                                       .stride = 20,
+                                       .heads = 3,
+                                       .page_rows = paged,
+                                       .head_stride = KVPRIM_HEADS_SHARED};
+            const kvprim_gather_desc g = gather_of(dst, from, 3 * piece, index, n);
+            kvprim_gather_desc resolved;
+            kvprim_store_desc s = store_of(dst, from, 3 * piece, index, n);
+            kvprim_transfer_desc t = transfer_of(dst, from, 3 * piece, 8);
+            fill(src, sizeof src);
+            memset(got, 0x5a, sizeof got), memset(want, 0x5a, sizeof want);
+            for (int i = 0; i < (operation == 2 ? 8 : n); i++)
+                for (int64_t b = 0; b < 3 * piece; b++) {
+                    const int row = operation == 2 ? i : index[i], inside = row >= 0 && row < 8;
+                    if (operation == 1 && inside)
+                        want[row][b] = src[i][b % piece];
+                    else if (operation != 1)
+                        want[i][b] = inside ? src[row][b % piece] : 0;
+                }
+            if (operation == 3)
+                CHECK(kvprim_gather_check(&g, &resolved) == KVPRIM_OK && kvprim_gather(&resolved) == KVPRIM_OK);
+            else
+                CHECK((operation == 0   ? kvprim_gather(&g)
+                       : operation == 1 ? kvprim_store(&s)
+                                        : kvprim_transfer(&t)) == KVPRIM_OK);
+            CHECK(memcmp(got, want, sizeof want) == 0);
+        }
+    kvprim_table shared = {.data = got, .rows = 8, .stride = 64, .heads = 2, .head_stride = KVPRIM_HEADS_SHARED};
+    kvprim_transfer_desc t = transfer_of(shared, table_of(src, 8), 8, 8);
+    CHECK_ERROR(kvprim_transfer(&t), KVPRIM_ERROR_SIZE, "dst.head_stride is -1, less than 0");
+    t = transfer_of(table_of(src, 8), shared, 8, 8);
+    t.src.heads = 1;
+    CHECK_ERROR(kvprim_transfer(&t), KVPRIM_ERROR_SIZE, "src.head_stride is -1, less than 0");
+    t.dst = t.src = shared, t.same_cache = 1;
+    CHECK_ERROR(kvprim_transfer(&t), KVPRIM_ERROR_SIZE, "head_stride is -1, less than 0");
+}
+
 enum { gathers, stores, transfers };
 
 static void one_move(int operation, int64_t row_bytes, int32_t layers, side *dst, side *src)
@@ -619,8 +668,9 @@ static void one_move(int operation, int64_t row_bytes, int32_t layers, side *dst
     uint32_t rejected = 5;
     make_side(dst, row_bytes, n, 31, 1);
     make_side(src, row_bytes, n, 29, 0);
-    const uint32_t past = expect_move(dst, src, row_bytes, n, operation == gathers);
-    const kvprim_status status = operation == gathers  ? gather_sides(dst, src, row_bytes, &rejected)
+    const int keep = operation == gathers && below(4) == 0;
+    const uint32_t past = expect_move(dst, src, row_bytes, n, operation == gathers && !keep);
+    const kvprim_status status = operation == gathers  ? gather_sides(dst, src, row_bytes, &rejected, keep)
                                  : operation == stores ? store_sides(dst, src, row_bytes, &rejected)
                                                        : transfer_sides(dst, src, row_bytes, layers, &rejected);
     char what[200];
@@ -1543,6 +1593,7 @@ static void run_for_isa(void)
     run("prefix: many keys: first key, no match, error", test_prefix_many_answers);
     run("gather", test_gather);
     run("indices: types, bases, strides", test_index_rule);
+    run("rows: one piece for all heads", test_shared_heads);
     run("rows in a circle", test_closed_run);
     run("store", test_store);
     run("transfer", test_transfer);

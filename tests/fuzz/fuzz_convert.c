@@ -68,7 +68,7 @@ static void spoil(convert_case *c)
     } else if (which == 19) {
         f->scale = (kvprim_scale_kind)spoiled(f->scale);
     } else if (which == 20) {
-        f->dtype = (kvprim_dtype)(16 + pick(12));
+        f->dtype = (kvprim_dtype)(16 + pick(14));
     } else if (which == 21) {
         f->scale_dtype = (kvprim_dtype)(pick(2) ? 0 : 16 + pick(12));
     } else if (which == 22) {
@@ -106,8 +106,9 @@ static int own_side(const convert_case *c, int dst, int32_t layer)
     const oracle_side *const part = dst ? &c->move.dst : &c->move.src;
     const kvprim_table *const t = &part->table;
     const kvprim_format *const f = t->format;
-    const int64_t limit = (int64_t)1 << 40, size = f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4;
-    const int64_t n = c->move.row_bytes / oracle_type_of(c->src.dtype)->bytes, bytes = oracle_type_of(f->dtype)->bytes;
+    const int64_t limit = (int64_t)1 << 40, size = oracle_scale_bytes(f->scale_dtype);
+    const int64_t n = c->move.row_bytes * oracle_packed(c->src.dtype) / oracle_type_of(c->src.dtype)->bytes;
+    const int64_t bytes = oracle_type_of(f->dtype)->bytes;
     const int64_t layer_stride = f->scale_layer_stride == KVPRIM_SCALES_SHARED ? 0 : f->scale_layer_stride;
     const int64_t numbers[] = {t->stride,       t->page_stride,       t->head_stride, f->scale_offset,
                                f->scale_stride, f->scale_page_stride, layer_stride,   f->scale_tile_stride};

@@ -127,6 +127,11 @@ static inline bool kvprim_emulate_meets(const kvpc_convert_tiles &)
 {
     return true;
 }
+struct kvpc_convert_packed;
+static inline bool kvprim_emulate_meets(const kvpc_convert_packed &)
+{
+    return true;
+}
 struct kvpc_conversion;
 static inline bool kvprim_emulate_meets(const kvpc_conversion &)
 {

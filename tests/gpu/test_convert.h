@@ -24,15 +24,28 @@ struct convert_case {
     int32_t layers;      /* of a transfer */
     unsigned indexed;    /* sides of a transfer: 1: dst, 2: src */
     v_form v;            /* of a store */
+    kvprim_dtype scales; /* 0, or the type of tiles' scales beside 4 bits */
+    bool outer;          /* 1: they have a tensor's scale, too */
     unsigned n;          /* chooses whatever is not given */
 };
 
 static const kvprim_dtype float_types[] = {KVPRIM_F32, KVPRIM_F16, KVPRIM_BF16};
-static const kvprim_dtype small_types[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8};
+static const kvprim_dtype small_types[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8, KVPRIM_F4E2M1, KVPRIM_INT4};
 
 static int64_t bytes_of_type(kvprim_dtype t)
 {
     return t == KVPRIM_F32 ? 4 : t == KVPRIM_F16 || t == KVPRIM_BF16 ? 2 : 1;
+}
+
+static bool is_four_bit(kvprim_dtype t)
+{
+    return t == KVPRIM_F4E2M1 || t == KVPRIM_INT4;
+}
+
+/* Bytes of n elements. */
+static int64_t bytes_of_elements(kvprim_dtype t, int64_t n)
+{
+    return is_four_bit(t) ? n / 2 : n * bytes_of_type(t);
 }
 
 static bool is_small(kvprim_dtype t)
@@ -119,14 +132,14 @@ static kvprim_format format_of(kvprim_dtype type)
 }
 
 static void place_plain(arena *a, convert_side *s, kvprim_dtype type, const placing &at, int64_t rows, int64_t elements,
-                        int32_t layers)
+                        int32_t layers, int packed = 1)
 {
     const int64_t size = bytes_of_type(type);
     size_t span = 0;
     layout l = layouts[at.layout % n_layouts];
     l.pad = l.pad / (at.layout / n_layouts ? 1 : 8) * size, l.page_pad *= size;
-    l.heads = l.heads > 0 && elements % l.heads == 0 ? l.heads : 0;
-    s->row_bytes = elements * size;
+    l.heads = l.heads > 0 && elements % (packed * l.heads) == 0 ? l.heads : 0;
+    s->row_bytes = bytes_of_elements(type, elements);
     s->table = lay_out(&l, rows, s->row_bytes, &span);
     s->layer_stride = round_up(int64_t(span), size);
     s->table.data = reserve(a, size_t(s->layer_stride * layers), at.align % 16 * size_t(size));
@@ -134,12 +147,19 @@ static void place_plain(arena *a, convert_side *s, kvprim_dtype type, const plac
     fill_elements(s->table.data, type, size_t(s->layer_stride * layers / size));
 }
 
+static size_t scale_bytes(const kvprim_format *f)
+{
+    return f->scale_dtype == KVPRIM_F8E8M0 || f->scale_dtype == KVPRIM_F8E4M3 ? 1
+           : f->scale_dtype == KVPRIM_F16                                     ? 2
+                                                                              : 4;
+}
+
 /* Scales of the rows of a table in memory of their own. */
 static void place_own_scales(arena *a, const convert_case *c, convert_side *s, int64_t rows, int32_t layers)
 {
     const kvprim_table *const t = &s->table;
     kvprim_format *const f = &s->full;
-    const int64_t size = f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4;
+    const int64_t size = int64_t(scale_bytes(f));
     const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : c->elements / f->tile;
     const bool tiles = f->scale == KVPRIM_SCALE_TILE;
     const int64_t in_page = t->page_rows ? t->page_rows : rows > 0 ? rows : 1, pages = (rows + in_page - 1) / in_page;
@@ -153,7 +173,9 @@ static void place_own_scales(arena *a, const convert_case *c, convert_side *s, i
     const size_t bytes = size_t(f->scale_layer_stride * (layers - 1) + layer);
     f->scales = reserve(a, bytes, size_t(size) * below(5));
     for (size_t i = 0; i < bytes / size_t(size); i++) {
-        const uint32_t scale = size == 4 ? random_scale() : uint32_t(chance(4) ? below(256) : 117 + below(20));
+        const uint32_t scale = size == 4   ? random_scale()
+                               : size == 2 ? uint32_t(below(65536))
+                                           : uint32_t(chance(4) ? below(256) : 117 + below(20));
         memcpy(static_cast<char *>(f->scales) + i * size_t(size), &scale, size_t(size));
     }
     s->given = *f;
@@ -171,14 +193,15 @@ static void place_in_table(arena *a, const convert_case *c, convert_side *s, con
                            int32_t layers)
 {
     kvprim_format *const f = &s->full;
-    const int64_t size = f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4, scales = c->elements / f->tile * size;
+    const int64_t size = int64_t(scale_bytes(f)), scales = c->elements / f->tile * size;
+    const int64_t elements = bytes_of_elements(f->dtype, c->elements);
     const int64_t page_rows = c->where == BEHIND_PAGE ? 1 + int64_t(at.layout % 5) * 3 : at.layout % 3 ? 0 : 4;
-    const int64_t offset = round_up(c->elements, size), row = c->where == IN_ROW ? offset + scales : c->elements;
+    const int64_t offset = round_up(elements, size), row = c->where == IN_ROW ? offset + scales : elements;
     const int64_t stride = c->where == IN_ROW ? row + size * (c->n % 3) : row + (c->n % 3);
     const int64_t behind = round_up(page_rows * stride, size);
     const int64_t page = c->where == IN_ROW ? page_rows * stride : behind + page_rows * scales + size * (c->n % 2);
     const int64_t pages = page_rows ? (rows + page_rows - 1) / page_rows : 0;
-    s->row_bytes = c->elements;
+    s->row_bytes = elements;
     s->table = table_of(nullptr, rows, stride);
     s->table.page_rows = page_rows, s->table.page_stride = page_rows ? page + (c->where == IN_ROW ? size : 0) : 0;
     s->layer_stride =
@@ -201,26 +224,32 @@ static void place_small(arena *a, const convert_case *c, convert_side *s, const 
     kvprim_format f = format_of(type);
     f.scale = c->scale;
     f.tile = c->scale == KVPRIM_SCALE_TENSOR || c->scale == 0 ? 0 : c->tile ? c->tile : c->elements;
-    f.scale_dtype = c->is_e8m0 ? KVPRIM_F8E8M0 : KVPRIM_F32;
+    f.scale_dtype = c->scales ? c->scales : c->is_e8m0 ? KVPRIM_F8E8M0 : KVPRIM_F32;
     f.scale_power_of_two = c->power_of_two && c->scale == KVPRIM_SCALE_TILE;
     f.scale_inverse = c->inverse && (written || c->scale == KVPRIM_SCALE_TILE);
     f.scale_min = c->scale == KVPRIM_SCALE_TILE && c->n % 5 == 2 ? 1.0f / 512 : 0;
     if (c->scale == 0)
         f.scale_dtype = kvprim_dtype(0), f.scale_inverse = 0;
-    if (type == KVPRIM_INT8 && written && c->n % 4)
+    if ((type == KVPRIM_INT8 || is_four_bit(type)) && written && c->n % 4)
         f.nans = reserve_counter(a);
+    if (c->outer) {
+        float *const outer = reserve<float>(a, 4, 0);
+        const uint32_t bits = random_scale();
+        memcpy(outer, &bits, 4);
+        f.tensor_scale = outer;
+    }
     s->full = s->given = f;
     if (in_table)
         place_in_table(a, c, s, at, rows, layers);
     else {
-        place_plain(a, s, type, at, rows, c->elements, layers);
+        place_plain(a, s, type, at, rows, c->elements, layers, is_four_bit(type) ? 2 : 1);
         s->full = s->given = f;
         if (c->scale)
             place_own_scales(a, c, s, rows, layers);
     }
     if (c->scale == KVPRIM_SCALE_TILE && c->tile == 0)
         s->given.tile = 0;
-    if (!c->is_e8m0)
+    if (!c->is_e8m0 && !c->scales)
         s->given.scale_dtype = kvprim_dtype(0);
 }
 
@@ -231,7 +260,8 @@ static void place_side(arena *a, const convert_case *c, convert_side *s, bool ds
     if (is_small(type))
         place_small(a, c, s, dst ? c->dst : c->src, rows, layers, dst);
     else
-        place_plain(a, s, type, dst ? c->dst : c->src, rows, c->elements, layers);
+        place_plain(a, s, type, dst ? c->dst : c->src, rows, c->elements, layers,
+                    is_four_bit(c->to) || is_four_bit(c->from) ? 2 : 1);
     s->table.format = &s->given;
 }
 
@@ -272,7 +302,8 @@ static void make_convert(arena *a, const convert_case *c, convert_call *call)
     const int64_t row_bytes = call->src.row_bytes;
     if (c->form == CONVERT_GATHER) {
         call->gather = gather_of(call->dst.table, call->src.table, row_bytes, from, type, base, c->count, rejected);
-        call->gather.index_stride = stride;
+        call->gather.index_stride = stride, call->gather.keep_padding = c->n % 5 == 4;
+        share_heads(&call->gather.src);
     } else if (c->form == CONVERT_STORE) {
         call->store = store_of(call->dst.table, call->src.table, row_bytes, to, type, c->count, rejected);
         call->store.slot_base = base, call->store.slot_stride = stride;
@@ -290,11 +321,6 @@ static void make_convert(arena *a, const convert_case *c, convert_call *call)
 
 /* ---- what a case may touch ---- */
 
-static size_t scale_bytes(const kvprim_format *f)
-{
-    return f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4;
-}
-
 /* Allows access to the scales of a row, which the contract places. Returns false if they are written and lie on
    something else. */
 static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *layer, int32_t l, int64_t row, bool write)
@@ -302,7 +328,7 @@ static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *la
     const kvprim_format *const f = &s->full;
     if (f->scale == 0 || layer->rows == 0)
         return true;
-    const int64_t elements = s->row_bytes / bytes_of_type(f->dtype);
+    const int64_t elements = s->row_bytes * (is_four_bit(f->dtype) ? 2 : 1) / bytes_of_type(f->dtype);
     const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile;
     char *at = f->scales ? static_cast<char *>(f->scales) + l * f->scale_layer_stride
                          : static_cast<char *>(layer->data) + f->scale_offset;
@@ -353,6 +379,9 @@ static bool visit_convert(arena *a, std::vector<rows_move> moves, const convert_
             visit_word(a, m.rejected, 4);
         if (nans)
             visit_word(a, nans, 4);
+        for (const convert_side *const s : {&call->dst, &call->src, &call->v_dst, &call->v_src})
+            if (s->full.tensor_scale)
+                a->allowed.push_back({offset_of(a, s->full.tensor_scale), 4});
         good = good && visit_index(a, &m.dst, m.count) && visit_index(a, &m.src, m.count);
         for (int64_t i = 0; good && i < m.count; i++)
             m.rows.push_back({row_at(&m.dst, i), row_at(&m.src, i)});
@@ -375,6 +404,7 @@ struct device_formats {
     {
         f.scales = source ? on_source(a, f.scales) : on_device(a, f.scales);
         f.nans = on_device(a, f.nans);
+        f.tensor_scale = source ? on_source(a, f.tensor_scale) : on_device(a, f.tensor_scale);
         return f;
     }
     device_formats(const arena *a, const convert_call *call)
@@ -545,6 +575,12 @@ static convert_case convert_case_of(unsigned n, kvprim_dtype to, kvprim_dtype fr
     c.count = 1 + n * 7 % 40, c.rows = c.count + 3;
     c.layers = 1 + int32_t(n % 3), c.indexed = n / 5 % 4;
     c.v = n % 5 < 3 ? v_form(n % 5) : NO_V;
+    if (is_four_bit(to) || is_four_bit(from)) {
+        static const kvprim_dtype types[] = {kvprim_dtype(0), KVPRIM_F8E4M3, KVPRIM_F16, KVPRIM_F8E4M3};
+        c.scales = tiles && !c.is_e8m0 ? types[n / 2 % 4] : types[0], c.outer = tiles && n / 3 % 2;
+        if (c.elements % 2 || c.tile % 2)
+            c.elements *= 2, c.tile *= 2;
+    }
     return c;
 }
 
@@ -597,23 +633,23 @@ static void every_element(kvprim_dtype type, void *to, size_t count)
 /* Every value, and of fp32 many, into another type with one scale. `odd`: one by one, as rows begin at odd elements. */
 static void one_every_input(arena *a, kvprim_dtype to, kvprim_dtype from, uint32_t scale, bool inverse, size_t odd)
 {
-    const int64_t count = 64, elements = is_small(from) ? 4 : 1024, rows = count;
+    const int64_t count = 64, elements = is_four_bit(from) ? 8 : is_small(from) ? 4 : 1024, rows = count;
     const bool small = is_small(to) || is_small(from);
     convert_call call = {};
     convert_side *const quantised = is_small(to) ? &call.dst : &call.src;
     char what[120];
     empty(a);
     call.dst.full = format_of(to), call.src.full = format_of(from);
-    call.dst.row_bytes = elements * bytes_of_type(to), call.src.row_bytes = elements * bytes_of_type(from);
+    call.dst.row_bytes = bytes_of_elements(to, elements), call.src.row_bytes = bytes_of_elements(from, elements);
     call.dst.table = table_of(reserve(a, size_t(rows * call.dst.row_bytes), odd * size_t(bytes_of_type(to))), rows);
     call.src.table = table_of(reserve(a, size_t(count * call.src.row_bytes), odd * size_t(bytes_of_type(from))), count);
-    every_element(from, call.src.table.data, size_t(count * elements));
+    every_element(from, call.src.table.data, size_t(bytes_of_elements(from, count * elements) / bytes_of_type(from)));
     if (small) {
         quantised->full.scale = KVPRIM_SCALE_TENSOR, quantised->full.scale_inverse = inverse && is_small(to);
         quantised->full.scales = reserve(a, 4, 0);
         memcpy(quantised->full.scales, &scale, 4);
     }
-    if (to == KVPRIM_INT8)
+    if (to == KVPRIM_INT8 || is_four_bit(to))
         call.dst.full.nans = reserve_counter(a);
     give_formats(&call);
     const int32_t *const slot = place_identity(a, count);
@@ -748,7 +784,8 @@ static void run_preset(arena *a, const preset_case *c, bool store)
         e.k_cache = on.k_cache, e.v_cache = on.v_cache;
         run_call(d, e);
     } else {
-        const kvprim_gather_desc d = gather_of(k, host.k_cache, elements, slot, KVPRIM_I64, 0, c->count, nullptr);
+        const kvprim_gather_desc d = gather_of(k, host.k_cache, bytes_of_elements(host.k_format.dtype, elements), slot,
+                                               KVPRIM_I64, 0, c->count, nullptr);
         kvprim_gather_desc e = on_device(a, d);
         e.src = on.k_cache;
         run_call(d, e);
@@ -765,6 +802,28 @@ static void convert_presets(arena *a)
                     const preset_case c = {name, count + 70, page_rows, count, page_rows == 16 ? 64 : 0};
                     run_preset(a, &c, store);
                 }
+}
+
+/* Plain rows of elements of 4 bits: scales of all types and in all places, tiles of all sizes, few rows and many. */
+static void convert_packed(arena *a)
+{
+    static const int64_t tiles[] = {16, 32, 128, 16, 48, 512, 8, 64};
+    static const kvprim_dtype types[] = {KVPRIM_F8E4M3, KVPRIM_F16, kvprim_dtype(0), KVPRIM_F8E4M3};
+    for (unsigned n = 0; n < 256; n++) {
+        const bool store = n % 2;
+        const kvprim_dtype small = n % 8 == 6 ? KVPRIM_INT4 : KVPRIM_F4E2M1,
+                           other = n / 2 % 2 ? KVPRIM_F16 : KVPRIM_BF16;
+        convert_case c = convert_case_of(n, store ? small : other, store ? other : small, KVPRIM_SCALE_TILE);
+        c.form = store ? CONVERT_STORE : CONVERT_GATHER, c.v = n / 2 % 4 ? V_CONVERTS : NO_V;
+        c.tile = tiles[n / 4 % 8], c.elements = 2 * c.tile * (c.tile < 64 ? 4 : 1);
+        c.dst = c.src = {0, 0};
+        (store ? c.dst : c.src) = {n / 32 % 2 * 8, 0}; /* 8: heads in pages */
+        c.where = scale_place(n / 64 % n_scale_places), c.is_e8m0 = n % 5 == 2;
+        c.scales = c.is_e8m0 ? kvprim_dtype(0) : types[n / 8 % 4];
+        c.power_of_two = n % 7 == 3, c.inverse = n / 4 % 2, c.outer = n / 16 % 2;
+        c.count = n % 3 ? 5 + n % 40 : 900, c.rows = c.count + 3, c.n = n / 5 * 3;
+        run_convert(a, &c);
+    }
 }
 
 /* Heads that begin inside 16 bytes, in rows that do not. */

@@ -78,6 +78,11 @@ static void kvprim_emulate_note(const kvpc_convert_tiles &)
     letters += 'T';
 }
 
+static void kvprim_emulate_note(const kvpc_convert_packed &)
+{
+    letters += 'T';
+}
+
 static void kvprim_emulate_note(const kvpc_conversion &)
 {
     letters += 'G';
@@ -741,7 +746,7 @@ static const int64_t few_converted = kvpc_converted_rows::room - kvpc_first_word
 
 static const auto narrow_rows = kernel_of(kvpc_move_kernel<true, kvpc_batch<1>>);
 static const auto many_rows = kernel_of(kvpc_move_any_kernel<uint64_t, kvpc_listed<kvpc_few_params>>);
-static const auto wide_numbers = kernel_of(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads>);
+static const auto wide_numbers = kernel_of(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, false>);
 
 static const limit_case limit_cases[] = {
     {"2^31 - 1 rows", "B", narrow_rows, [](limit_call &c) { c.d.src.rows = two_31 - 1; }},
@@ -1752,9 +1757,14 @@ static void test_long_converts()
 /* The tests before this one launch every kernel of moves that convert but are no plain rows. */
 static void test_convert_kernels()
 {
-    CHECK(ran(kvpc_convert_kernel<uint32_t, kvpc_convert_threads>));
+    CHECK(ran(kvpc_convert_kernel<uint32_t, kvpc_convert_threads, false>));
+    CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, true>));
+    CHECK(ran(kvpc_convert_tiles_kernel<KVPRIM_BF16, kvpc_4_bits, 2>));
+    CHECK(ran(kvpc_convert_tiles_kernel<KVPRIM_F16, kvpc_4_bits, 2>));
+    CHECK(ran(kvpc_convert_gather_kernel<KVPRIM_BF16, kvpc_4_bits, 2>));
+    CHECK(ran(kvpc_convert_gather_kernel<KVPRIM_F16, kvpc_4_bits, 2>));
 #if !defined(_WIN32)
-    CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads>));
+    CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, false>));
 #endif
 }
 

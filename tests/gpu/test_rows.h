@@ -300,7 +300,9 @@ struct rows_move {
 static side side_of(const char *name, const kvprim_table &table, const void *index = nullptr,
                     kvprim_index_type type = KVPRIM_I32, int64_t base = 0, int64_t stride = 1)
 {
-    return {name, table, index, type, base, stride, nullptr, 0};
+    side s = {name, table, index, type, base, stride, nullptr, 0};
+    s.table.head_stride = table.head_stride > 0 ? table.head_stride : 0; /* KVPRIM_HEADS_SHARED */
+    return s;
 }
 
 /* From resolved descriptors, not from kvprim's own moves, which are under test as well. */
@@ -311,7 +313,7 @@ static std::vector<rows_move> rows_of(const kvprim_gather_desc *d)
              d->row_bytes,
              d->count,
              1,
-             true,
+             !d->keep_padding,
              d->rejected,
              {}}};
 }
@@ -730,6 +732,13 @@ static kvprim_table place(arena *a, const placing &l, int64_t rows, int64_t row_
 }
 
 /* Makes case n. Whatever is not given follows from n. */
+/* Some sources have one piece for all heads. */
+static void share_heads(kvprim_table *t)
+{
+    if (t->heads > 1 && below(4) == 0)
+        t->head_stride = KVPRIM_HEADS_SHARED;
+}
+
 static kvprim_gather_desc make_gather(arena *a, unsigned n, int64_t row_bytes, const placing &to, const placing &from,
                                       int64_t count, int64_t src_rows)
 {
@@ -740,6 +749,8 @@ static kvprim_gather_desc make_gather(arena *a, unsigned n, int64_t row_bytes, c
     d.index_type = type_of(n), d.index_base = bases[n / 2 % 4], d.index_stride = index_strides[below(8)];
     d.index = place_index(a, d.index_type, count, d.index_base, src_rows, false, d.index_stride);
     d.rejected = n % 3 ? reserve_counter(a) : nullptr;
+    d.keep_padding = below(8) == 0;
+    share_heads(&d.src);
     return d;
 }
 
@@ -801,6 +812,7 @@ static kvprim_store_desc make_store(arena *a, unsigned n, const store_case &c)
     d.rejected = n % 3 ? reserve_counter(a) : nullptr;
     if (c.form == K_ONLY)
         drop_v(&d);
+    share_heads(&d.k);
     return d;
 }
 

@@ -27,7 +27,8 @@ from profile import need  # noqa: E402
 ARCH = 'sm_90'
 # Header, and the switches that it is compiled with.
 WEIGHED = [('kvprim_cuda.cuh', ''), ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT'),
-           ('kvprim_cuda.cuh', '-DKVPRIM_NO_FETCH'), ('kvprim_cuda.cuh', '-DKVPRIM_NO_UNPACK'),
+           ('kvprim_cuda.cuh', '-DKVPRIM_NO_FETCH'), ('kvprim_cuda.cuh', '-DKVPRIM_NO_FOUR_BIT'),
+           ('kvprim_cuda.cuh', '-DKVPRIM_NO_UNPACK'),
            ('kvprim_cuda.cuh', '-DKVPRIM_NO_CONVERT -DKVPRIM_NO_UNPACK'),
            ('kvprim_nccl.h', ''), ('kvprim_nccl.h', '-DKVPRIM_NO_NORM'), ('kvprim_nccl.h', '-DKVPRIM_NO_EXCHANGE'),
            ('kvprim_nccl.h', '-DKVPRIM_NO_NORM -DKVPRIM_NO_EXCHANGE'), ('kvprim_nccl.h', '-DKVPRIM_NO_KERNELS')]
@@ -37,7 +38,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # that makes it lighter lowers them; one that needs more raises them, and its commit says what pays for that. Seconds
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
-BUDGETS = {'kvprim.h': Budget(6288, 0, 0), 'kvprim_cuda.cuh': Budget(5988, 99, 691),
+BUDGETS = {'kvprim.h': Budget(6456, 0, 0), 'kvprim_cuda.cuh': Budget(6221, 104, 788),
            'kvprim_nccl.h': Budget(5851, 80, 1272)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
