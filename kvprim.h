@@ -2101,8 +2101,11 @@ KVPRIM_INLINE kvpi_prefix_fn *kvpi_prefix_variant(void)
 #endif
 
 /* Equal tokens of up to 3, without a call. */
-#define KVPRIM_PREFIX_FEW(a, b, n)                                                                                     \
-    ((n) == 0 || (a)[0] != (b)[0] ? 0 : (n) == 1 || (a)[1] != (b)[1] ? 1 : 2 + (size_t)((n) == 3 && (a)[2] == (b)[2]))
+#define KVPRIM_SAME(load, a, b, i) (load((a) + (i)) == load((b) + (i)))
+#define KVPRIM_PREFIX_FEW(load, a, b, n)                                                                               \
+    ((n) == 0 || !KVPRIM_SAME(load, a, b, 0)   ? 0                                                                     \
+     : (n) == 1 || !KVPRIM_SAME(load, a, b, 1) ? 1                                                                     \
+                                               : 2 + (size_t)((n) == 3 && KVPRIM_SAME(load, a, b, 2)))
 
 KVPRIM_API size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
 {
@@ -2110,7 +2113,7 @@ KVPRIM_API size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_
     const size_t n = kvpi_min(a_len, b_len);
     if (!KVPRIM_LIKELY(a && b))
         return kvpi_prefix_null("kvprim_prefix_i32", a, a_len, b, b_len);
-    return n > 3 ? kvpi_prefix_variant()(a, n, b, n) : KVPRIM_PREFIX_FEW(a, b, n);
+    return n > 3 ? kvpi_prefix_variant()(a, n, b, n) : KVPRIM_PREFIX_FEW(kvpi_load_u32, a, b, n);
 }
 
 KVPRIM_API size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len)
@@ -2120,9 +2123,10 @@ KVPRIM_API size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_
     const int32_t *const x = (const int32_t *)(const void *)a, *const y = (const int32_t *)(const void *)b;
     if (!KVPRIM_LIKELY(a && b))
         return kvpi_prefix_null("kvprim_prefix_i64", a, a_len, b, b_len);
-    return n > 3 ? kvpi_prefix_variant()(x, 2 * n, y, 2 * n) / 2 : KVPRIM_PREFIX_FEW(a, b, n);
+    return n > 3 ? kvpi_prefix_variant()(x, 2 * n, y, 2 * n) / 2 : KVPRIM_PREFIX_FEW(kvpi_load_u64, a, b, n);
 }
 #undef KVPRIM_PREFIX_FEW
+#undef KVPRIM_SAME
 
 KVPRIM_API size_t kvprim_prefix_pages(size_t matched, size_t page_rows)
 {
@@ -5161,13 +5165,13 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 #ifndef KVPRIM_NO_FETCH
 
 /* A field, and what it may be. */
-typedef struct kvpi_range {
+typedef struct kvpi_bounds {
     const char *field;
     int64_t value, least, most;
     kvprim_status status;
-} kvpi_range;
+} kvpi_bounds;
 
-static kvprim_status kvpi_check_ranges(const char *function, const kvpi_range *r, size_t n)
+static kvprim_status kvpi_check_ranges(const char *function, const kvpi_bounds *r, size_t n)
 {
     for (; n-- > 0; r++)
         if (r->value < r->least || r->value > r->most)
@@ -5180,13 +5184,13 @@ static kvprim_status kvpi_check_ranges(const char *function, const kvpi_range *r
 static kvprim_status kvpi_check_set(const char *function, const kvprim_fetch_set *d)
 {
     const int64_t least = 128, rows = d->hot_rows > least ? d->hot_rows : least; /* 2^24 states: no product overflows */
-    const kvpi_range ranges[] = {{"set.hot_rows", d->hot_rows, 1, KVPRIM_MAX_HOT_ROWS, KVPRIM_ERROR_SIZE},
-                                 {"set.states", d->states, 1, INT32_MAX / rows, KVPRIM_ERROR_SIZE},
-                                 {"set.tokens", d->tokens, 1, INT32_MAX, KVPRIM_ERROR_SIZE},
-                                 {"set.entries", d->entries, 1, KVPRIM_MAX_FETCH_ENTRIES, KVPRIM_ERROR_SIZE},
-                                 {"set.reserved", d->reserved, 0, 0, KVPRIM_ERROR_ARGUMENT}};
+    const kvpi_bounds ranges[] = {{"set.hot_rows", d->hot_rows, 1, KVPRIM_MAX_HOT_ROWS, KVPRIM_ERROR_SIZE},
+                                  {"set.states", d->states, 1, INT32_MAX / rows, KVPRIM_ERROR_SIZE},
+                                  {"set.tokens", d->tokens, 1, INT32_MAX, KVPRIM_ERROR_SIZE},
+                                  {"set.entries", d->entries, 1, KVPRIM_MAX_FETCH_ENTRIES, KVPRIM_ERROR_SIZE},
+                                  {"set.reserved", d->reserved, 0, 0, KVPRIM_ERROR_ARGUMENT}};
     KVPRIM_TRY(KVPRIM_CHECK_RANGES(function, ranges));
-    const kvpi_range bytes[] = {
+    const kvpi_bounds bytes[] = {
         {"the set's size", kvpi_fetch_layout_of(d).bytes, 1, (int64_t)kvpi_too_large - 1, KVPRIM_ERROR_SIZE}};
     return KVPRIM_CHECK_RANGES(function, bytes);
 }
@@ -5195,7 +5199,7 @@ static kvprim_status kvpi_check_set(const char *function, const kvprim_fetch_set
 static kvprim_status kvpi_check_set_memory(const char *function, const kvprim_fetch_set *d)
 {
     KVPRIM_TRY(kvpi_check_set(function, d));
-    const kvpi_range bytes[] = {{"set.bytes", d->bytes, kvpi_fetch_layout_of(d).bytes, INT64_MAX, KVPRIM_ERROR_SIZE}};
+    const kvpi_bounds bytes[] = {{"set.bytes", d->bytes, kvpi_fetch_layout_of(d).bytes, INT64_MAX, KVPRIM_ERROR_SIZE}};
     KVPRIM_TRY(KVPRIM_CHECK_RANGES(function, bytes));
     if (!d->memory)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: set.memory is NULL", function);
@@ -5224,7 +5228,7 @@ static kvprim_status kvpi_check_fetch_fields(const char *function, kvprim_fetch_
     d->host_rows = d->host_rows || !has_k ? d->host_rows : d->k.rows;
     const int64_t most = d->set.entries, in_steps = d->steps > 0 ? (most - d->fresh_count) / d->steps : 0;
     const kvprim_status size = KVPRIM_ERROR_SIZE, argument = KVPRIM_ERROR_ARGUMENT;
-    const kvpi_range ranges[] = {
+    const kvpi_bounds ranges[] = {
         {"count", d->count, 0, d->set.states, size},
         {"steps", d->steps, 1, most, size},
         {"fresh_count", d->fresh_count, 0, most, size},

@@ -742,7 +742,7 @@ static kvprim_status take_norm_part(const kvpn_call *, const kvprim_norm_desc *d
     CHECK(norm_follows(d->sum, w->sum, w->sum_stride, 2) && norm_follows(d->out, w->out, w->out_stride, 2));
     CHECK(norm_follows(d->residual_out, w->residual_out, w->residual_out_stride, 2));
     CHECK(norm_follows(d->quantised, w->quantised, w->quantised_stride, 1));
-    CHECK(norm_follows(d->scale, w->scale, w->scale_group ? w->scale_stride : w->scale_per_token, 4));
+    CHECK(norm_follows(d->scale, w->scale, w->scale_stride, 4));
     CHECK(d->tokens > 0);
     norm_taken += d->tokens;
     return KVPRIM_OK;
@@ -755,7 +755,7 @@ static void test_norm_parts(void)
     for (int k = 0; k < 2 * 12; k++) {
         norm_whole = good_norm(), norm_taken = 0;
         norm_whole.tokens = 1 + k / 2, norm_whole.scale_per_token = k % 2;
-        norm_whole.scale_group = k % 3 ? 0 : 128, norm_whole.scale_stride = k % 3 ? 0 : 5;
+        norm_whole.scale_group = k % 3 ? 0 : 128, norm_whole.scale_stride = k % 3 ? k % 2 : 5;
         norm_whole.send_stride = 64, norm_whole.residual_stride = 72, norm_whole.sum_stride = 80;
         norm_whole.residual_out_stride = 88, norm_whole.out_stride = 96, norm_whole.quantised_stride = 104;
         CHECK(kvpn_launch_norm_by(&c, &norm_whole, take_norm_part, 5) == KVPRIM_OK);
