@@ -52,6 +52,7 @@
        >>check       the checks alone
        >>impl_rows       where a row starts: index rule, page arithmetic; for kernels, too
        >>impl_elements   conversions of one element; what a new element type touches
+       >>impl_types      ... by type: its bytes, its largest value, both conversions
        >>impl        the implementation:
            >>impl_status
            >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
@@ -1373,7 +1374,8 @@ KVPRIM_ELEMENT uint32_t kvpi_to_e8m0(float x)
     return kvpi_bits_of(x) >> 23;
 }
 
-/* The bytes of an element; 0 for anything but a kvprim_dtype. A digit for each type: the lowest is KVPRIM_U8's. */
+/* >>impl_types -- The bytes of an element; 0 for anything but a kvprim_dtype. A digit for each type: the lowest is
+   KVPRIM_U8's. */
 KVPRIM_ELEMENT int32_t kvpi_dtype_bytes(kvprim_dtype dtype)
 {
     const uint64_t digits = 0x11184184221;

@@ -53,7 +53,9 @@
            >>impl_unpack_run      one launch or several, or CUDA's own copy; the checks
            >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
            >>impl_slots           page tables into slots: the kernel and its parameters
-           >>impl_fetch           lookup, eviction and copies in one launch
+           >>impl_fetch           lookup, eviction and copies in one launch: what a request's entries do
+           >>impl_fetch_slots     ... the slots that they take
+           >>impl_fetch_kernel    ... requests, copies, the kernel, its parameters
            >>impl_calls           the public functions
 
    In kvprim.h: all checks of descriptors (>>impl_check), the index rule and the page arithmetic (>>impl_rows), and what
@@ -160,8 +162,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
      have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more. It
      takes no multiprocessor.
    - If max_sms is 0, others run with 128 to 512 threads on each of 4 to 8 multiprocessors, and with more threads on 8
-     if their rows or pieces do not begin and end at multiples of 16 bytes or have only 16. With rows of 1 KB and more
-     they reach 0.93 to 0.95 of the copy engine; rows or pieces of less than 2 KB that are no multiple of 128 bytes
+     if their rows or pieces do not begin and end at multiples of 16 bytes or have only 16. With rows of 1, 4, 16 and 64
+     KB they reach 0.93 to 0.95 of the copy engine; rows or pieces of less than 2 KB that are no multiple of 128 bytes
      about half, except where they follow each other on one side: those of all layers (a page of all layers in host
      memory, say) or of one row. 61 layers of 656 bytes reach 0.94. Both directions at once move 72 to 81 GB/s in sum.
    - Beside such a transfer a kernel of arithmetic takes 1.07 to 1.15 times as long. A kernel limited by memory takes
@@ -5130,9 +5132,9 @@ static bool kvpc_is_one(const kvpc_unpack_job *job)
 }
 
 /* Lets CUDA copy up to 3 fragments between pinned host memory and a GPU, and returns whether it does: from the call to
-   the end of its work each takes 1 to 4 us less than a kernel, and of 4 MB 0.9 of its time. Of three only to the host.
-   As in kvpc_copy_layers, what follows in a stream or graph begins 1 to 2 us later, so graphs and dependent launches
-   keep the kernel. If CUDA refuses one, a kernel copies all. */
+   the end of its work each takes 1 to 4 us less than a kernel, and of 4 MB 0.92 to 0.96 of its time. Of three only to
+   the host. As in kvpc_copy_layers, what follows in a stream or graph begins 1 to 2 us later, so graphs and dependent
+   launches keep the kernel. If CUDA refuses one, a kernel copies all. */
 static bool kvpc_copy_few(const kvpc_call *call, const kvpc_unpack_job *job)
 {
     const kvpc_list *const l = &job->list;
@@ -5764,7 +5766,9 @@ KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s,
             slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.log, (int32_t)(at + k)));
 }
 
-/* Numbers the slots of the log that are alive, from its head on. `room`: moves them all to the log's start. Otherwise
+/* >>impl_fetch_slots
+
+   Numbers the slots of the log that are alive, from its head on. `room`: moves them all to the log's start. Otherwise
    writes the first ones to b->slots, as many as entries want one, and moves the head past them. Returns how many there
    are. *rank: how many entries of this thread want one, and becomes the number of the first. `slot` holds the thread's
    first entries of the log. */
@@ -5933,7 +5937,9 @@ KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s
             atomicAdd(counters[k], n >> 10 * k & 1023);
 }
 
-/* See kvpi_fetch_request. The first entries' tokens are loaded. */
+/* >>impl_fetch_kernel
+
+   See kvpi_fetch_request. The first entries' tokens are loaded. */
 KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
                                       uint32_t launch)
 {

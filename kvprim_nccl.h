@@ -67,6 +67,7 @@
        >>impl_group       calls that wait for kvprim_group_end
        >>impl_collective  the public collectives
        >>impl_norm_call   all_reduce_norm: its arguments, and which kernels a call takes
+       >>impl_norm_check  ... whether its tensors fit and are apart
        >>impl_norm_host   the same on the host
        >>impl_ring        the ring
        What a new element type touches: kvprim.h's >>impl_elements.
@@ -5279,7 +5280,7 @@ static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_des
     return kvpn_check_norm_places(f, d);
 }
 
-/* Which tensors there must be, if there are tokens. */
+/* >>impl_norm_check -- which tensors there must be, if there are tokens. */
 static kvprim_status kvpn_check_norm_outputs(const char *f, const kvprim_norm_desc *d)
 {
     if (!d->weight)

@@ -73,7 +73,7 @@ struct reach {
 static struct reach reaches[4]; /* the fuzzer fills them in */
 
 /* Fewer inputs cannot tell, and are no error: one may be given as a file. */
-enum { least_inputs = 300 };
+enum { least_inputs = 1000 };
 
 static inline void judge_reach(void)
 {
