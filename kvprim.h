@@ -5228,7 +5228,8 @@ static kvprim_status kvpi_check_fetch_fields(const char *function, kvprim_fetch_
     d->fresh_stride = d->fresh_stride ? d->fresh_stride : d->fresh_count;
     d->pages_stride = d->pages_stride ? d->pages_stride : d->max_pages;
     d->host_rows = d->host_rows || !has_k ? d->host_rows : d->k.rows;
-    const int64_t most = d->set.entries, in_steps = d->steps > 0 ? (most - d->fresh_count) / d->steps : 0;
+    const int64_t most = d->set.entries, left = most - (fresh ? d->fresh_count : 0); /* a negative one is an error */
+    const int64_t in_steps = d->steps > 0 ? left / d->steps : 0;
     const kvprim_status size = KVPRIM_ERROR_SIZE, argument = KVPRIM_ERROR_ARGUMENT;
     const kvpi_bounds ranges[] = {
         {"count", d->count, 0, d->set.states, size},

@@ -844,6 +844,7 @@ static void bad_fetches(void)
     BAD(fetch, top_k = 0, SIZE, "kvprim_fetch: top_k is 0");
     BAD(fetch, top_k = 5, SIZE, "kvprim_fetch: top_k is 5");
     BAD(fetch, fresh_count = -1, SIZE, "kvprim_fetch: fresh_count is -1");
+    BAD(fetch, fresh_count = INT64_MIN, SIZE, "kvprim_fetch: fresh_count is -9223372036854775808");
     BAD(fetch, fresh_count = 6, SIZE, "kvprim_fetch: fresh_count is 6");
     BAD(fetch, wanted_stride = 3, SIZE, "kvprim_fetch: wanted_stride is 3, less than 4");
     BAD(fetch, wanted_stride = INT64_MAX, SIZE,
