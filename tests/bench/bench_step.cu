@@ -17,8 +17,8 @@ constexpr int layers = 80, tokens = 64, elements = 8 * 128;
 constexpr int64_t slots = 1024, row_bytes = 2 * elements, layer_bytes = slots * row_bytes, weight_bytes = 16 * MiB;
 static char *cache[2], *input[2], *weights; /* K, V; of all layers */
 static float *one;                          /* the scale: e4m3 then rounds once, whoever divides */
-static on_device<int32_t> slot32;
-static on_device<int64_t> slot64;
+static const int32_t *slot32; /* both last as long as the program */
+static const int64_t *slot64;
 
 /* Reads 16 MB. */
 template <bool pdl> static __global__ void __launch_bounds__(256) read_weights(const uint4 *from, uint32_t *to)
@@ -43,7 +43,7 @@ static kvprim_store_desc store_in(int layer, const kvprim_format *in, const kvpr
 {
     const int64_t at = layer * layer_bytes, cache_bytes = out ? elements : row_bytes;
     kvprim_store_desc d =
-        store_of(table_at(cache[0] + at, slots), table_at(input[0], tokens), row_bytes, slot32.get(), tokens);
+        store_of(table_at(cache[0] + at, slots), table_at(input[0], tokens), row_bytes, slot32, tokens);
     d.v_cache = table_at(cache[1] + at, slots), d.v = table_at(input[1], tokens), d.v_bytes = row_bytes;
     d.k_cache.stride = d.v_cache.stride = cache_bytes;
     d.k.format = d.v.format = in, d.k_cache.format = d.v_cache.format = out;
@@ -60,11 +60,11 @@ static void store_by_kvprim(int layer, bool e4m3, bool pdl)
 static void store_by_sglang(int layer, bool e4m3, bool pdl)
 {
     char *const k = cache[0] + layer * layer_bytes, *const v = cache[1] + layer * layer_bytes;
-    const store_params s = {k, v, input[0], input[1], slot32.get(), row_bytes, row_bytes, tokens};
+    const store_params s = {k, v, input[0], input[1], slot32, row_bytes, row_bytes, tokens};
     convert_params c = {};
     c.k = reinterpret_cast<const __nv_bfloat16 *>(input[0]), c.v = reinterpret_cast<const __nv_bfloat16 *>(input[1]);
     c.k_cache = reinterpret_cast<uint8_t *>(k), c.v_cache = reinterpret_cast<uint8_t *>(v);
-    c.slot = slot64.get(), c.k_scale = c.v_scale = one, c.tokens = tokens;
+    c.slot = slot64, c.k_scale = c.v_scale = one, c.tokens = tokens;
     c.row_stride = c.k_stride = c.v_stride = elements;
     if (e4m3)
         CUDA(launch_sglang_quant<elements>(c, pdl, stream));
@@ -146,8 +146,8 @@ static void open_all()
     std::vector<int32_t> slot(tokens);
     for (int i = 0; i < tokens; i++)
         slot[size_t(i)] = i * 389 % int(slots);
-    slot32 = upload(slot);
-    slot64 = upload(std::vector<int64_t>(slot.begin(), slot.end()));
+    slot32 = upload(slot).release();
+    slot64 = upload(std::vector<int64_t>(slot.begin(), slot.end())).release();
 }
 
 int main(int argc, char **argv)
