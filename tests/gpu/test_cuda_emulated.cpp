@@ -139,11 +139,15 @@ static void after(arena *a, bool enqueues)
         fail("%s: %u blocks, max_sms is %d", current, gridDim.x, a->launch->max_sms);
 }
 
-/* Returns memory that begins at a multiple of 64. */
+/* Returns memory that begins at a multiple of 64, for free(). */
 static unsigned char *allocate_aligned(size_t bytes)
 {
-    unsigned char *const p = static_cast<unsigned char *>(allocate(bytes + 64));
-    return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64;
+    void *const p = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!p) {
+        fail("out of memory: %zu bytes", bytes);
+        exit(1);
+    }
+    return static_cast<unsigned char *>(p);
 }
 
 static void to_device(size_t)
