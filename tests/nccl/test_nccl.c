@@ -363,7 +363,7 @@ static void norm_on_host(kvprim_dtype dtype, int64_t tokens, int64_t hidden, int
     char *const image = (char *)allocate(c.bytes);
     const int rank = (int)(seed % (uint64_t)world);
     norm_fill(&c, rank, image);
-    norm_expect(&c, rank, world, image);
+    norm_expect(&c, rank, world, image, true);
     free(image);
 }
 
