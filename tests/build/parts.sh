@@ -19,7 +19,7 @@
 #
 # and of `make check`
 #
-#     sanitizers    the replay under these two, and the tests under ThreadSanitizer
+#     sanitizers    the replay under these two, and tests that have threads under ThreadSanitizer
 #     fuzzers       FUZZ_SECONDS each
 #     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
@@ -329,7 +329,7 @@ sanitizers()
     if compiler_with $thread; then
         cell "test_kvprim, $cc $thread" $cc $test_kvprim $thread -o "$build/test_thread"
         group "$cc $thread"
-        program 'test_kvprim, threads' $launcher "$build/test_thread" quick # races do not hide in one case of thousands
+        program 'test_kvprim, threads' $launcher "$build/test_thread" threads
     else
         skip_tests tests/core/test_kvprim.c 'no compiler here has ThreadSanitizer, or its programs do not start'
     fi
