@@ -71,7 +71,7 @@ called = $(if $(findstring command,$(origin FROM)),cd $(call quoted,$(FROM)) && 
 
 TRACE ?= examples/02_kv_replay/trace_small.jsonl
 ARGS ?=
-FUZZ_SECONDS ?= 6
+FUZZ_SECONDS ?=
 DEVICE ?=
 
 # Searched for only if a target uses them.
@@ -98,7 +98,7 @@ help:
 	@echo 'make test      test every function that this machine can test, in a minute'
 	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
 	@echo 'make replay    measure the replay of a trace (TRACE=path DEVICE=cpu or cuda), output to build/results/'
-	@echo 'make fuzz      run only the fuzzers, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
+	@echo 'make fuzz      run only the fuzzers (FUZZ_SECONDS=600: each as long; without, a fixed number of inputs)'
 	@echo 'make bench     run the benchmarks of the host; takes minutes and needs an idle machine'
 	@echo 'make keys-bench    time keys of blocks on the host beside the engines'\'' Python'
 	@echo 'make plots     draw the pictures and the figures in README.md from tests/results/'
