@@ -239,7 +239,7 @@ emulated()
     group "test_cuda_emulated compiled, $cxx $checks"
     program "test_cuda_emulated $quick" $launcher "$build/test_cuda_emulated" $quick
     for switch in no_convert no_four_bit no_unpack no_fetch; do
-        cell "$switch, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/$switch.cpp -o "$build/$switch"
+        cell "$switch, $CXX" once "$build/$switch" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/$switch.cpp
         group "$switch compiled, $CXX"
         program "$switch" "$build/$switch"
     done
