@@ -17,7 +17,7 @@ constexpr int layers = 80, tokens = 64, elements = 8 * 128;
 constexpr int64_t slots = 1024, row_bytes = 2 * elements, layer_bytes = slots * row_bytes, weight_bytes = 16 * MiB;
 static char *cache[2], *input[2], *weights; /* K, V; of all layers */
 static float *one;                          /* the scale: e4m3 then rounds once, whoever divides */
-static const int32_t *slot32; /* both last as long as the program */
+static const int32_t *slot32;               /* both last as long as the program */
 static const int64_t *slot64;
 
 /* Reads 16 MB. */

@@ -133,7 +133,7 @@ i386()
     cell 'test_kvprim for 32-bit x86' $m32 -std=c11 -Wall -Wextra -Werror -O1 -pthread tests/core/test_kvprim.c \
         -o "$build/test_i386"
     group 'gcc -m32'
-    program 'test_kvprim on 32-bit x86' "$build/test_i386"
+    program 'test_kvprim on 32-bit x86' "$build/test_i386" quick
 }
 
 # ---- zig ----

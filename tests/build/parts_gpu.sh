@@ -184,7 +184,7 @@ nccl_versions()
     while read -r folder; do
         for compiler in "$CC -std=c11" "$CXX -x c++ -std=c++11"; do
             ! has "${compiler%% *}" || cell "$compiler, $folder" $compiler $warnings -DMINOR="${folder##*.}" -I. \
-                -isystem "$folder" $(system_headers "$CUDA_INCLUDE") -c "$build/nccl_version.c" -o "$build/unit.o"
+                -isystem "$folder" $(system_headers "$CUDA_INCLUDE") -fsyntax-only "$build/nccl_version.c"
         done
     done <"$build/folders"
     folder=build/nccl_headers/2.19 # included by path: nvcc searches its own folder first
@@ -353,6 +353,7 @@ library_of_cuda()
     rm -rf "$build/lib" && mkdir "$build/lib" &&
         ln -s "$PWD/kvprim.h" "$PWD/kvprim_cuda.cuh" "$PWD/Makefile" "$build/lib" &&
         NVCC_APPEND_FLAGS=-O0 MAKEFLAGS='' make -s -C "$build/lib" NVCC="$NVCC -Xcicc -O0" CUDA_ARCH=compute_90 \
+            CPPFLAGS=-DKVPRIM_NO_CONVERT \
             build/libkvprim_cuda.so
 }
 
@@ -421,7 +422,9 @@ gpu_programs()
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_CUDA_IMPLEMENTED'
     for source in examples/0[345]_*.cu examples/11_*.cu examples/1[56]_*.cu tests/bench/bench_[clpstu]*.cu; do
         level=-O1
-        [ "$source" != examples/11_compact.cu ] || level=-O3 # at -O1 gcc warns that CUB may use what it has not set
+        case $source in # at -O1 gcc warns that CUB may use what it has not set; benchmarks are only to compile
+        examples/11_compact.cu | tests/bench/*) level=-O0 ;;
+        esac
         cell "$source asks for the implementation" implements "$source"
         cell "$source" $cu $(device_flags "$source") $level $strict $implemented "$source" "$build/implementation.o" \
             -o "$build/program"
@@ -440,8 +443,7 @@ gpu_programs()
     else
         skip 'examples/10_trace/trace.cu: no cupti.h'
     fi
-    # cicc at -O1 leaves ptxas half of what it leaves at -O0.
-    cell 'test_cuda' $cu -arch=sm_90 -Xcicc -O1 -Xptxas -O0 -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
+    cell 'test_cuda' $cu $only_ptx -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
     # KVPRIM_DEBUG changes no kernel.
     cell 'test_cuda with KVPRIM_DEBUG' $cu $lto_90 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
     # It has no kernels of its own, and waits for none.

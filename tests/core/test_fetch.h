@@ -34,7 +34,7 @@ static void test_fetches(void)
     static const fetch_sizes sizes[] = {
         {3, 20, 60, 12, 90}, {5, 60, 300, 50, 40}, {2, 4, 9, 4, 20}, {1, 1, 3, 2, 16}, {2, 900, 5000, 300, 8}};
     fetch_case c = fetch_new(FETCH_ROOM, FETCH_HOT);
-    for (int round = 0; round < 200; round++)
+    for (int round = 0; round < 200 / (int)every; round++)
         one_fetch_case(&c, &sizes[(size_t)round % LENGTH(sizes)], 30);
     one_fetch_case(&c, &(fetch_sizes){1, 60, 300, 7000, 8},
                    4); /* as many entries as a call of the GPU takes in parts */

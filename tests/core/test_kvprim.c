@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* Tests of kvprim.h. They compute what they expect from the contracts, not with the code under test.
 
-       cc -O2 -I. tests/core/test_kvprim.c -lpthread && ./a.out [quick]
+       cc -O2 -I. tests/core/test_kvprim.c -lpthread && ./a.out [quick|threads]
 
-   `quick` takes every fourth case where there are thousands alike: for a run under sanitizers. */
+   `quick` takes every fourth case where there are thousands alike: for a run under sanitizers. `threads` runs only the
+   tests that have threads. */
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
 #endif
@@ -1625,6 +1626,10 @@ int main(int argc, char **argv)
     every = argc > 1 && strcmp(argv[1], "quick") == 0 ? 4 : 1;
 #if !defined(_WIN32)
     run("threads race to the first call", test_threads);
+    if (argc > 1 && strcmp(argv[1], "threads") == 0) {
+        run("key table: readers", test_key_readers);
+        return finish();
+    }
     run("rows: past 4 GiB and 2^31", test_large_table);
 #else
     run("threads, guard pages, large tables", test_posix);
