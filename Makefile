@@ -97,7 +97,6 @@ help:
 	@echo 'make lib       build build/libkvprim.so and libkvprim_nccl.so, the C functions for other languages'
 	@echo 'make test      test every function that this machine can test, in a minute'
 	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
-	@echo 'make test-all  run the tests of both, side by side, and none of them twice'
 	@echo 'make replay    measure the replay of a trace (TRACE=path DEVICE=cpu or cuda), output to build/results/'
 	@echo 'make fuzz      run only the fuzzers (FUZZ_SECONDS=600: each as long; without, a fixed number of inputs)'
 	@echo 'make bench     run the benchmarks of the host; takes minutes and needs an idle machine'
@@ -125,9 +124,9 @@ help:
 	@echo 'make clean     remove build/'
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
-RUN = run replay test check test-all fuzz bench keys-bench plots gpu-test cuda-test nccl-test engine gpu-bench \
-    cuda-bench convert-bench transfer-bench fetch-bench nccl-bench nccl-limits bandwidth handover wheel torch \
-    torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
+RUN = run replay test check fuzz bench keys-bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench \
+    convert-bench transfer-bench fetch-bench nccl-bench nccl-limits bandwidth handover wheel torch torch-bench \
+    transformers sanitize cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -153,7 +152,7 @@ CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$
 parts = $(foreach part,$(1),'test sh tests/build/parts.sh $(part) build/$(part)')
 REPLAY_TEST = 'test sh "build/a folder/tests/core/test_replay.sh" $(1) build/02_kv_replay build/test_replay'
 
-# Tests of both: `test` runs fewer of their cases, which `test-all` leaves out.
+# Tests of both: `test` runs fewer of their cases.
 IN_BOTH = $(foreach part,emulated core collectives,'test sh tests/build/parts.sh $(part) build/$(part) $(1)') \
     $(call REPLAY_TEST,$(1))
 IN_TEST = $(call parts,nccl callers) \
@@ -163,12 +162,11 @@ IN_CHECK = $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matri
     'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd'
 
 # What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
-test check test-all: build/02_kv_replay
+test check: build/02_kv_replay
 	@ln -sfn "$$PWD" 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh $(TESTS)
 test: TESTS = $(call IN_BOTH,quick) $(IN_TEST)
 check: TESTS = $(IN_BOTH) $(IN_CHECK)
-test-all: TESTS = $(IN_BOTH) $(IN_CHECK) $(IN_TEST)
 
 # One part of either.
 part-%: build/02_kv_replay
