@@ -1520,19 +1520,24 @@ KVPRIM_ELEMENT float kvpi_tile_quotient(float quotient)
 /* What elements are divided by, where the scale that the tile got is read back. */
 KVPRIM_ELEMENT float kvpi_tile_divisor(float scale)
 {
-    return kvpi_float_of(scale == 0 ? 0x7f800000 : kvpi_bits_of(scale));
+    return kvpi_float_of(kvpi_bits_of(scale) << 1 ? kvpi_bits_of(scale) : 0x7f800000);
 }
 
 /* Scales of a byte or two, and back. */
 KVPRIM_ELEMENT float kvpi_of_short_scale(kvprim_dtype dtype, uint32_t x)
 {
-    return dtype == KVPRIM_F8E8M0 ? kvpi_of_e8m0(x) : dtype == KVPRIM_F8E4M3 ? kvpi_of_e4m3(x) : kvpi_of_f16(x);
+    float scales[4];
+    if (dtype != KVPRIM_F8E4M3)
+        return dtype == KVPRIM_F8E8M0 ? kvpi_of_e8m0(x) : kvpi_of_f16(x);
+    kvpi_of_f8x4(KVPRIM_F8E4M3, scales, x);
+    return scales[0];
 }
 
 KVPRIM_ELEMENT uint32_t kvpi_to_short_scale(kvprim_dtype dtype, float scale)
 {
+    const float scales[4] = {scale, 0, 0, 0};
     return dtype == KVPRIM_F8E8M0   ? kvpi_to_e8m0(scale)
-           : dtype == KVPRIM_F8E4M3 ? kvpi_to_e4m3(scale)
+           : dtype == KVPRIM_F8E4M3 ? kvpi_to_f8x4(KVPRIM_F8E4M3, scales)
                                     : kvpi_to_f16(scale < 65504.0f ? scale : 65504.0f);
 }
 #endif /* KVPRIM_ELEMENT */
