@@ -1540,25 +1540,19 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor 
         kvpc_apply_reciprocal<n>(x, f);
 }
 
-/* A tile's largest magnitude / `by`, the type's largest value: 3, 7 or 127 times a power of two. Such quotients lie at
-   least 1/127 of half a unit from the midpoints of fp32 numbers, so one step of correction rounds them correctly. Those
-   below 2^-126 may be wrong. */
-KVPRIM_DEVICE float kvpc_tile_quotient(float largest, float by, float inverse)
+/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 3, 7 or
+   127 times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so
+   one step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
+KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, float least, bool power_of_two)
 {
     const float finite = kvpi_tile_largest(kvpi_bits_of(largest));
 #ifdef __CUDA_ARCH__
-    const float q = kvpc_mul(finite, inverse);
-    return kvpc_fma(kvpc_fma(-q, by, finite), inverse, q);
+    const float q = kvpc_mul(finite, inverse), quotient = kvpc_fma(kvpc_fma(-q, by, finite), inverse, q);
 #else
+    const float quotient = kvpi_quotient(finite, by);
     (void)inverse;
-    return kvpi_quotient(finite, by);
 #endif
-}
-
-/* Its scale: see >>format. `least` is at least 2^-126. */
-KVPRIM_DEVICE float kvpc_tile_scale(float largest, float by, float inverse, float least, bool power_of_two)
-{
-    return kvpi_tile_scale(kvpc_tile_quotient(largest, by, inverse), least, power_of_two);
+    return kvpi_tile_scale(quotient, least, power_of_two);
 }
 
 /* How many elements fill a word. */
@@ -1731,12 +1725,9 @@ KVPRIM_DEVICE kvpc_any_scale kvpc_compute_any_scale(float largest, float by, flo
                                                     bool power_of_two, kvprim_dtype type, float outer)
 {
     kvpc_any_scale s;
-    float scale;
-    if (outer == 1) {
-        scale = kvpc_tile_scale(largest, by, inverse, least, power_of_two);
-    } else {
-        const float quotient = (KVPRIM_UNLIKELY(largest < 1e-36f) ? kvpc_divide_exactly(largest, by)
-                                                                  : kvpc_tile_quotient(largest, by, inverse));
+    float scale = kvpc_tile_scale(largest, by, inverse, outer == 1 ? least : FLT_MIN, outer == 1 && power_of_two);
+    if (outer != 1) {
+        const float quotient = KVPRIM_UNLIKELY(largest < 1e-36f) ? kvpc_divide_exactly(largest, by) : scale;
         scale = kvpi_tile_scale(kvpi_tile_quotient(kvpc_divide_exactly(quotient, outer)), least, power_of_two);
     }
     s.code = kvpi_bits_of(scale), s.divisor = scale;
@@ -1843,14 +1834,10 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
     uint32_t edge_lanes;           /* a mask: the threads of a row that do so; `edges` are then those of a head */
 } kvpc_convert_tiles;
 
-/* Tiles of a row that a thread takes part in, one after the other; from one to the next: tiles, heads, and bytes. */
-typedef struct kvpc_rounds {
-    uint32_t count, tiles, heads, src, dst;
-} kvpc_rounds;
-
 typedef struct kvpc_convert_packed : kvpc_convert_tiles {
     uint64_t tensor[2]; /* where the tensor's scale of each route lies, or 0 */
-    kvpc_rounds rounds;
+    /* tiles of a row that a thread takes part in; from one to the next: tiles, heads, bytes of both sides */
+    uint32_t rounds, round_tiles, round_heads, round_src, round_dst;
 } kvpc_convert_packed;
 
 /* The parameters by what is converted. */
@@ -1872,14 +1859,19 @@ KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert_packed &p, uint32_t rou
     return p.tensor[route];
 }
 
-KVPRIM_DEVICE kvpc_rounds kvpc_rounds_of(const kvpc_convert &)
+/* To the thread's next tile; returns whether there is one. */
+KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert &, const kvpc_route &, uint32_t, uint64_t *, uint64_t *,
+                                  uint64_t *)
 {
-    return kvpc_rounds{1, 0, 0, 0, 0};
+    return false;
 }
 
-KVPRIM_DEVICE const kvpc_rounds &kvpc_rounds_of(const kvpc_convert_packed &p)
+KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert_packed &p, const kvpc_route &s, uint32_t round, uint64_t *src,
+                                  uint64_t *dst, uint64_t *scale_at)
 {
-    return p.rounds;
+    *src += p.round_src, *dst = kvpc_row_at(*dst + p.round_dst, p.round_heads, s.head);
+    *scale_at = kvpc_row_at(*scale_at, p.round_tiles, s.tile);
+    return round < p.rounds;
 }
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
@@ -1944,45 +1936,40 @@ KVPRIM_DEVICE void kvpc_scale_octets(uint32_t how, kvpc_octet *x, const float *s
             kvpc_apply_reciprocal<8>(x[m].e, kvpc_over(scale[own_scale ? m : 0]));
 }
 
-template <kvprim_dtype from, uint32_t octets> KVPRIM_DEVICE void kvpc_decode_octets(kvpc_octet *x, const uint4 *v)
+/* Adds the words of elements, so that the sum is NaN if one is. */
+template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_add_words(uint32_t sum, const uint32_t *w)
 {
+    for (uint32_t k = 0; k < 4; k++)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        if (type == KVPRIM_BF16)
+            asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(w[k]), "r"(0x3f803f80)); /* times 1 */
+        else
+            asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(w[k]), "r"(0x3c003c00));
+#else
+        sum |= w[k] | 0x7fff; /* may be one */
+#endif
+    return sum;
+}
+
+/* Scales, rounds and stores octets. */
+template <kvprim_dtype from, int kind, uint32_t octets, bool own_scale>
+KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint64_t *dst, const uint4 *v,
+                                     const float *scale, const bool *stores)
+{
+    kvpc_octet x[octets];
+    uint32_t out[octets][2], words = 0;
     for (uint32_t m = 0; m < octets; m++) {
         const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
         kvpc_decode<from, 8>(x[m].e, in);
+        if (kind == kvpc_4_bits)
+            words = kvpc_add_words<from>(words, in);
     }
-}
-
-/* Whether octets may have a NaN. */
-template <kvprim_dtype from, uint32_t octets> KVPRIM_DEVICE bool kvpc_may_be_nan(const uint4 *v)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    uint32_t sum = 0;
-    float x[2];
-    for (uint32_t m = 0; m < octets; m++) {
-        const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
-        for (uint32_t k = 0; k < 4; k++)
-            if (from == KVPRIM_BF16)
-                asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(in[k]), "r"(0x3f803f80)); /* 1 */
-            else
-                asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(in[k]), "r"(0x3c003c00));
-    }
-    kvpc_decode_word<from>(x, sum);
-    return kvpi_is_nan(x[0] + x[1]);
-#else
-    (void)v;
-    return true;
-#endif
-}
-
-/* Scales, rounds and stores octets. looks: whether
-   elements of 4 bits are looked through for NaNs. */
-template <int kind, uint32_t octets, bool own_scale>
-KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, bool looks, const uint64_t *dst, kvpc_octet *x,
-                                     const float *scale, const bool *stores)
-{
-    uint32_t out[octets][2];
     kvpc_scale_octets<octets, own_scale>(how, x, scale);
-    if (kind == kvpc_4_bits ? looks : kind == kvpc_int8 && nans_at) {
+    float sum[2] = {0, 0};
+    if (kind == kvpc_4_bits)
+        kvpc_decode_word<from>(sum, words);
+    if (kind == kvpc_4_bits ? kvpi_is_nan(sum[0] + sum[1]) || kvpc_is_unusual(scale[0])
+                            : kind == kvpc_int8 && nans_at) {
         uint32_t nans = 0;
         for (uint32_t m = 0; m < octets; m++)
             if (stores[m])
@@ -2059,9 +2046,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         dst[m] = kvpc_head_at(p, s, row + at / 16 * 8, at / 16);
         stores[m] = stores[m] && x.inside;
     }
-    kvpc_octet octets[routes];
-    kvpc_decode_octets<from, routes>(octets, v);
-    kvpc_store_octets<kind, routes, true>(how, p.nans, false, dst, octets, scale, stores);
+    kvpc_store_octets<from, kind, routes, true>(how, p.nans, dst, v, scale, stores);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -2156,15 +2141,6 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_count_rejected(p, x);
 }
 
-/* Of the row that begins at dst, or of its head. */
-KVPRIM_DEVICE void kvpc_fetch_tile_edges(const kvpc_convert_tiles &p, uint64_t dst, uint64_t scale_at)
-{
-    if (p.edges)
-        kvpc_fetch_edges(dst, p.edges);
-    if (p.scale_edges)
-        kvpc_fetch_edges(scale_at, p.scale_edges);
-}
-
 /* The largest magnitudes of the `lanes` threads of a tile, a power of two. */
 template <kvprim_dtype from, bool few> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
 {
@@ -2231,8 +2207,6 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t page = kvpc_divide(x.row, p.page);
     dst = kvpc_row_at(kvpc_row_at(dst, x.row, s.dst_stride), page, s.page);
     scale_at = kvpc_row_at(kvpc_row_at(scale_at, x.row, s.scale_row), page, s.scale_page);
-    if (kind == kvpc_4_bits && !copies && x.inside && (lane & p.edge_lanes) == 0)
-        kvpc_fetch_tile_edges(p, dst, scale_at);
     for (uint32_t round = 1;; round++) {
         uint32_t most = kvpc_most<from>(kvpc_most<from>(v[0].x, v[0].y), kvpc_most<from>(v[0].z, v[0].w));
         for (uint32_t k = 1; k < loads; k++)
@@ -2245,9 +2219,13 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
                 kvpc_store16(dst, v[0]);
             return;
         }
-        if (kind != kvpc_4_bits && loads > 1 &&
-            KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && (lane & p.edge_lanes) == 0))
-            kvpc_fetch_tile_edges(p, dst, scale_at); /* of lane 0, where the row begins */
+        if (loads > 1 && round == 1 &&
+            KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && (lane & p.edge_lanes) == 0)) {
+            if (p.edges)
+                kvpc_fetch_edges(dst, p.edges); /* of lane 0, where the row begins */
+            if (p.scale_edges)
+                kvpc_fetch_edges(scale_at, p.scale_edges);
+        }
         const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
         kvpc_any_scale computed = {0, 0};
         if (kind == kvpc_4_bits)
@@ -2262,19 +2240,13 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
             to[k] = dst + octet_bytes * k * apart;
             stores[k] = has[k] && x.inside;
         }
-        kvpc_octet octets[loads];
-        const bool looks = kind == kvpc_4_bits && (kvpc_may_be_nan<from, loads>(v) || kvpc_is_unusual(scale));
-        kvpc_decode_octets<from, loads>(octets, v);
-        kvpc_store_octets<kind, loads, false>(how, p.nans, looks, to, octets, &scale, stores);
+        kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
         if (x.inside && in_tile == 0 && kind == kvpc_4_bits)
             kvpc_store_any_scale(scale_at, computed.code, scales);
         else if (x.inside && in_tile == 0)
             kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
-        if (kind != kvpc_4_bits || round == kvpc_rounds_of(p).count)
+        if (!kvpc_next_tile(p, s, round, &src, &dst, &scale_at))
             break;
-        const kvpc_rounds &r = kvpc_rounds_of(p);
-        src += r.src, dst = kvpc_row_at(dst + r.dst, r.heads, s.head),
-                      scale_at = kvpc_row_at(scale_at, r.tiles, s.tile);
         for (uint32_t k = 0; k < loads; k++)
             v[k] = kvpc_load16(src + 16 * k);
     }
@@ -3489,16 +3461,15 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
         p->lanes_shift++;
     if (bytes > kvpc_few_bytes)
         kvpc_set_tile_edges(p, &k->dst, v);
-    kvpc_rounds *const r = &p->rounds;
-    const uint32_t head_tiles = (uint32_t)(kvpi_elements_in(f.dtype, k->dst.piece_bytes) / f.tile);
     const uint64_t enough = 1024 * (uint64_t)kvpc_multiprocessors(); /* threads */
-    r->count = 1, r->tiles = p->octets / p->tile_octets;
-    while (packed && r->count < (copies ? 2 : 8) && r->tiles % (k->dst.table.heads > 1 ? 2 * head_tiles : 2) == 0 &&
-           (((uint64_t)p->count * tables * r->tiles) << p->lanes_shift) / 2 >= enough)
-        r->count *= 2, r->tiles /= 2;
-    r->heads = k->dst.table.heads > 1 ? r->tiles / head_tiles : 0;
-    r->src = 16 * r->tiles * p->tile_octets, r->dst = r->src / 4;
-    const uint32_t lanes = r->tiles << p->lanes_shift; /* of a row */
+    const uint32_t head_tiles = k->dst.table.heads > 1 ? p->octets / p->tile_octets / (uint32_t)k->dst.table.heads : 0;
+    uint32_t lanes = p->octets / p->tile_octets << p->lanes_shift; /* of a row */
+    p->rounds = 1, p->round_tiles = p->octets / p->tile_octets;
+    while (packed && p->rounds < (copies ? 2 : 8) && p->round_tiles % (head_tiles ? 2 * head_tiles : 2) == 0 &&
+           (uint64_t)p->count * tables * lanes / 2 >= enough)
+        p->rounds *= 2, p->round_tiles /= 2, lanes /= 2;
+    p->round_heads = head_tiles ? p->round_tiles / head_tiles : 0;
+    p->round_dst = 4 * p->round_tiles * p->tile_octets, p->round_src = 4 * p->round_dst;
     const uint32_t block = copies && !packed ? kvpc_most_threads : kvpc_threads;
     uint32_t rows = 1;
     while (kvpc_whole_warps(2 * rows * lanes) + kvpc_whole_warps(2 * rows * p->v_words) <= block &&
