@@ -1520,19 +1520,24 @@ KVPRIM_ELEMENT float kvpi_tile_quotient(float quotient)
 /* What elements are divided by, where the scale that the tile got is read back. */
 KVPRIM_ELEMENT float kvpi_tile_divisor(float scale)
 {
-    return kvpi_float_of(scale == 0 ? 0x7f800000 : kvpi_bits_of(scale));
+    return kvpi_float_of(kvpi_bits_of(scale) << 1 ? kvpi_bits_of(scale) : 0x7f800000);
 }
 
 /* Scales of a byte or two, and back. */
 KVPRIM_ELEMENT float kvpi_of_short_scale(kvprim_dtype dtype, uint32_t x)
 {
-    return dtype == KVPRIM_F8E8M0 ? kvpi_of_e8m0(x) : dtype == KVPRIM_F8E4M3 ? kvpi_of_e4m3(x) : kvpi_of_f16(x);
+    float scales[4];
+    if (dtype != KVPRIM_F8E4M3)
+        return dtype == KVPRIM_F8E8M0 ? kvpi_of_e8m0(x) : kvpi_of_f16(x);
+    kvpi_of_f8x4(KVPRIM_F8E4M3, scales, x);
+    return scales[0];
 }
 
 KVPRIM_ELEMENT uint32_t kvpi_to_short_scale(kvprim_dtype dtype, float scale)
 {
+    const float scales[4] = {scale, 0, 0, 0};
     return dtype == KVPRIM_F8E8M0   ? kvpi_to_e8m0(scale)
-           : dtype == KVPRIM_F8E4M3 ? kvpi_to_e4m3(scale)
+           : dtype == KVPRIM_F8E4M3 ? kvpi_to_f8x4(KVPRIM_F8E4M3, scales)
                                     : kvpi_to_f16(scale < 65504.0f ? scale : 65504.0f);
 }
 #endif /* KVPRIM_ELEMENT */
@@ -4222,13 +4227,13 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 
 /* What the caches hold. scale_stride: from one row's scales to the next after all rows of a page; 0: they lie in the
    row. scale_min: except in rows of 656 bytes, engines take a tile's largest magnitude as 1e-4 at least. */
-typedef struct kvpi_preset {
+typedef struct kvpi_quantised_rows {
     const char *name;
     int64_t converted, copied, tile, row_bytes, scale_stride;
     kvprim_dtype scale_dtype;
     int32_t power_of_two, inverse;
     float scale_min;
-} kvpi_preset;
+} kvpi_quantised_rows;
 
 /* Writes the order that a name stands for, with a 2. Returns 0 if there is none. */
 static int kvpi_find_order(const char *name, char order[8])
@@ -4290,7 +4295,7 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
     return KVPRIM_OK;
 }
 
-static void kvpi_set_quantised(const kvpi_preset *p, int64_t page_rows, kvprim_layout *o)
+static void kvpi_set_quantised(const kvpi_quantised_rows *p, int64_t page_rows, kvprim_layout *o)
 {
     kvprim_format *const f = &o->k_format;
     f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
@@ -4305,22 +4310,22 @@ static void kvpi_set_quantised(const kvpi_preset *p, int64_t page_rows, kvprim_l
 
 KVPRIM_API kvprim_status kvprim_layout_find(const char *name, const kvprim_layout_sizes *sizes, kvprim_layout *layout)
 {
-    static const kvpi_preset presets[] = {
+    static const kvpi_quantised_rows quantised[] = {
         {"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 1, 0, 1e-4f},
         {"fp8_ds_mla_sglang", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 1, 0},
         {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f},
         {"fp8_ds_mla_v41", 512, 0, 32, 512, 16, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f},
         {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 0, 2.23214286e-07f},
         {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 0, 2.23214286e-07f}};
-    const kvpi_preset *p = NULL;
+    const kvpi_quantised_rows *p = NULL;
     char order[8];
     const char *const null = !name ? "name" : !sizes ? "sizes" : !layout ? "layout" : NULL;
     if (null)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_layout_find: %s is NULL", null);
     kvprim_layout_sizes z = *sizes;
     z.layers += z.layers == 0, z.heads += z.heads == 0;
-    for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
-        p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
+    for (size_t k = 0; k < sizeof quantised / sizeof *quantised; k++)
+        p = strcmp(name, quantised[k].name) == 0 ? &quantised[k] : p;
     if (!kvpi_find_order(p ? "LBNHC" : name, order))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                            "kvprim_layout_find: '%.64s' is neither a name of >>layout nor an order of LBHN2C", name);
@@ -4367,26 +4372,25 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
     if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d",
                            (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all);
-    kvprim_layout_sizes sizes;
-    kvprim_layout area;
-    memset(&sizes, 0, sizeof sizes);
-    sizes.data = desc->staging, sizes.rows = sizes.page_rows = desc->count + (desc->count == 0);
-    sizes.k_bytes = c->k_bytes / all * heads, sizes.v_bytes = c->v_bytes / all * heads;
-    sizes.layers = c->layers, sizes.heads = (int32_t)heads;
-    KVPRIM_TRY(kvprim_layout_find("LB2NHC", &sizes, &area));
-    area.bytes = desc->count ? area.bytes : 0;
-    if (desc->staging && desc->staging_bytes < area.bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %lld",
-                           (long long)desc->staging_bytes, (long long)area.bytes);
+    const int64_t bytes[2] = {c->k_bytes / all * heads, c->v_bytes / all * heads}; /* of a row */
+    const uint64_t layer = kvpi_mul((uint64_t)desc->count, (uint64_t)(bytes[0] + bytes[1]));
+    const uint64_t area = kvpi_mul(layer, (uint64_t)c->layers);
+    if (area >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, too large", (long long)desc->count);
+    if (desc->staging && desc->staging_bytes < (int64_t)area)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %llu",
+                           (long long)desc->staging_bytes, (unsigned long long)area);
     memset(plan, 0, sizeof *plan);
-    plan->bytes = area.bytes;
+    plan->bytes = (int64_t)area;
     for (int part = 0; part < 2; part++) {
         kvprim_transfer_desc *const t = &plan->pack[part], *const u = &plan->unpack[part];
-        t->row_bytes = u->row_bytes = part ? sizes.v_bytes : sizes.k_bytes;
-        t->count = u->count = t->row_bytes ? desc->count : 0, t->layers = u->layers = area.layers;
-        t->dst = u->src = part ? area.v_cache : area.k_cache;
-        t->dst_layer_stride = u->src_layer_stride = area.k_layer_stride;
-        t->src = part ? c->v_cache : c->k_cache, t->src.heads = sizes.heads;
+        t->row_bytes = u->row_bytes = bytes[part];
+        t->count = u->count = t->row_bytes ? desc->count : 0, t->layers = u->layers = c->layers;
+        t->dst.data = desc->staging ? (char *)desc->staging + (part ? desc->count * bytes[0] : 0) : NULL;
+        t->dst.rows = desc->count + (desc->count == 0), t->dst.stride = bytes[part];
+        t->dst.heads = (int32_t)heads, t->dst.head_stride = bytes[part] / heads, u->src = t->dst;
+        t->dst_layer_stride = u->src_layer_stride = (int64_t)layer;
+        t->src = part ? c->v_cache : c->k_cache, t->src.heads = (int32_t)heads;
         plan->head_offset[part] = t->row_bytes ? desc->head * t->src.head_stride : 0;
         t->src.data = t->src.data ? (char *)t->src.data + plan->head_offset[part] : NULL;
         u->dst = t->src;

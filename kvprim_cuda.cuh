@@ -1418,6 +1418,12 @@ KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
 }
 
 #ifdef __CUDA_ARCH__
+/* The smaller of a and |b|. */
+KVPRIM_DEVICE float kvpc_min_magnitude(float a, float b)
+{
+    KVPRIM_OPERATION("{.reg .f32 m; abs.f32 m, %2; min.f32 %0, %1, m;}", a, b, );
+}
+
 /* 1 / a, within a unit of the last place; of 0 infinity, and of infinity 0. */
 KVPRIM_DEVICE float kvpc_near_reciprocal(float a)
 {
@@ -1555,6 +1561,27 @@ KVPRIM_DEVICE uint32_t kvpc_in_word(kvprim_dtype type)
     return kvpi_is_four_bit(type) ? 8 : 4 / (uint32_t)kvpi_dtype_bytes(type);
 }
 
+/* The elements in the low and in the third half byte of a word: *x and x[4]. */
+template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_four_bits(float *x, uint32_t word)
+{
+#ifdef __CUDA_ARCH__ /* a code in the middle of an fp16 is that 2^-14 times; 2^23 + 8 + the value, less 2^23 + 8 */
+    if (type == KVPRIM_F4E2M1) {
+        const uint32_t small = (word << 9 & 0x0e000e00) | (word << 12 & 0x80008000);
+        float pair[2];
+        uint32_t halves;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(small), "r"(0x74007400)); /* 2^14 */
+        kvpi_of_f16x2(pair, halves);
+        x[0] = pair[0], x[4] = pair[1];
+    } else {
+        for (uint32_t k = 0; k < 8; k += 4)
+            x[k] = kvpi_float_of(((word >> 4 * k & 15) ^ 0x4b000008)) - 8388616.0f;
+    }
+#else
+    for (uint32_t k = 0; k < 8; k += 4)
+        x[k] = type == KVPRIM_F4E2M1 ? kvpi_of_e2m1(word >> 4 * k) : kvpi_of_int4(word >> 4 * k);
+#endif
+}
+
 /* The numbers of one word: 1 of fp32, 2 of fp16 and bf16, 4 of the 8-bit types, 8 of those of 4 bits. */
 template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint32_t word)
 {
@@ -1565,15 +1592,8 @@ template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint3
     else if (type == KVPRIM_F16)
         kvpi_of_f16x2(x, word);
     else if (kvpi_is_four_bit(type))
-        for (uint32_t k = 0; k < 8; k++)
-#ifdef __CUDA_ARCH__ /* the code as a denormal and its neighbours; 2^23 + 8 + the value, less 2^23 + 8 */
-            x[k] = type == KVPRIM_F4E2M1
-                       ? kvpc_mul(kvpi_float_of((word >> 4 * k & 7) << 22 | (word << (28 - 4 * k) & 0x80000000)),
-                                  8.507059173023462e37f) /* 2^126 */
-                       : kvpi_float_of(((word >> 4 * k & 15) ^ 0x4b000008)) - 8388616.0f;
-#else
-            x[k] = type == KVPRIM_F4E2M1 ? kvpi_of_e2m1(word >> 4 * k) : kvpi_of_int4(word >> 4 * k);
-#endif
+        for (uint32_t k = 0; k < 4; k++)
+            kvpc_decode_four_bits<type>(x + k, word >> 4 * k);
     else if (type != KVPRIM_INT8)
         kvpi_of_f8x4(type, x, word);
     else
@@ -1585,15 +1605,32 @@ template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint3
 #endif
 }
 
-/* The reverse, rounded to the nearest and saturated as >>format says. */
+/* Eight elements of 4 bits. */
+template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_four_bits(const float *x)
+{
+    uint32_t word = 0, signs = 0;
+    for (uint32_t k = 0; k < 8; k++)
+#ifdef __CUDA_ARCH__ /* a magnitude's code is min(2 a, a + 2, a / 2 + 4), rounded; sums with 2^23 round once */
+        if (type == KVPRIM_F4E2M1) {
+            const float a = kvpc_min_magnitude(6, x[k]);
+            const uint32_t low = kvpi_bits_of(kvpc_fma(a, 2, 8388608)), middle = kvpi_bits_of(kvpc_fma(a, 1, 8388610)),
+                           high = kvpi_bits_of(kvpc_fma(a, 0.5f, 8388612)), least = low < middle ? low : middle;
+            word += ((least < high ? least : high) - 0x4b000000) << 4 * k;
+            signs |= kvpi_bits_of(x[k]) >> (28 - 4 * k) & 8u << 4 * k;
+        } else
+#endif
+            word |= (type == KVPRIM_F4E2M1 ? kvpi_to_e2m1(x[k]) : kvpi_to_int4(x[k])) << 4 * k;
+    return word | signs;
+}
+
+/* The reverse, rounded to the nearest and saturated as >>format says; E2M1 without NaN. */
 template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float *x)
 {
     uint32_t word = 0;
     if (type == KVPRIM_F8E4M3 || type == KVPRIM_F8E5M2)
         word = kvpi_to_f8x4(type, x);
     else if (kvpi_is_four_bit(type))
-        for (uint32_t k = 0; k < 8; k++)
-            word |= (type == KVPRIM_F4E2M1 ? kvpi_to_e2m1(x[k]) : kvpi_to_int4(x[k])) << 4 * k;
+        word = kvpc_encode_four_bits<type>(x);
     else
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
         if (type == KVPRIM_F16)
@@ -1647,14 +1684,24 @@ template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t
         words[w] = kvpc_encode_word<type>(x + w * in_word);
 }
 
-/* Scales beside elements of 4 bits, of any type that >>format knows. `tensor`: where the tensor's scale lies, or 0. */
-KVPRIM_DEVICE float kvpc_load_any_scale(uint64_t address, kvprim_dtype type, uint64_t tensor)
+/* The tensor's scale, if there is one. */
+KVPRIM_DEVICE float kvpc_load_tensor(uint64_t address)
+{
+    return address ? kvpc_load_f32(address) : 1;
+}
+
+/* Scales beside elements of 4 bits, of any type that >>format knows: the bits of one, and what they mean. */
+KVPRIM_DEVICE uint32_t kvpc_load_any_scale(uint64_t address, kvprim_dtype type)
 {
     const char *const at = kvpc_global(address);
-    const float scale = type == KVPRIM_F32 ? kvpc_load_f32(address)
-                                           : kvpi_of_short_scale(type, type == KVPRIM_F16 ? *(const uint16_t *)at
-                                                                                          : *(const uint8_t *)at);
-    return tensor ? kvpc_mul(scale, kvpc_load_f32(tensor)) : scale;
+    return type == KVPRIM_F32   ? *(const uint32_t *)at
+           : type == KVPRIM_F16 ? *(const uint16_t *)at
+                                : *(const uint8_t *)at;
+}
+
+KVPRIM_DEVICE float kvpc_any_scale_of(uint32_t code, kvprim_dtype type)
+{
+    return type == KVPRIM_F32 ? kvpi_float_of(code) : kvpi_of_short_scale(type, code);
 }
 
 KVPRIM_DEVICE void kvpc_store_any_scale(uint64_t address, uint32_t code, kvprim_dtype type)
@@ -1673,20 +1720,22 @@ typedef struct kvpc_any_scale {
     uint32_t code;
 } kvpc_any_scale;
 
-/* As kvpc_tile_scale. */
+/* As kvpc_tile_scale. `outer`: the tensor's scale; 1, which changes nothing, if there is none. */
 KVPRIM_DEVICE kvpc_any_scale kvpc_compute_any_scale(float largest, float by, float inverse, float least,
-                                                    bool power_of_two, kvprim_dtype type, uint64_t tensor)
+                                                    bool power_of_two, kvprim_dtype type, float outer)
 {
     kvpc_any_scale s;
-    const float outer = tensor ? kvpc_load_f32(tensor) : 1;
-    float scale = kvpc_tile_scale(largest, by, inverse, least, power_of_two);
-    if (tensor) {
-        const float quotient = kvpc_divide_exactly(kvpi_tile_largest(kvpi_bits_of(largest)), by);
+    float scale = kvpc_tile_scale(largest, by, inverse, outer == 1 ? least : FLT_MIN, outer == 1 && power_of_two);
+    if (outer != 1) {
+        const float quotient = KVPRIM_UNLIKELY(largest < 1e-36f) ? kvpc_divide_exactly(largest, by) : scale;
         scale = kvpi_tile_scale(kvpi_tile_quotient(kvpc_divide_exactly(quotient, outer)), least, power_of_two);
     }
-    s.code = type == KVPRIM_F32 ? kvpi_bits_of(scale) : kvpi_to_short_scale(type, scale);
-    s.divisor = type == KVPRIM_F32 ? scale : kvpi_of_short_scale(type, s.code);
-    s.divisor = kvpi_tile_divisor(tensor ? kvpc_mul(s.divisor, outer) : s.divisor);
+    s.code = kvpi_bits_of(scale), s.divisor = scale;
+    if (type == KVPRIM_F8E4M3)
+        s.code = kvpi_to_short_scale(KVPRIM_F8E4M3, scale), s.divisor = kvpi_of_short_scale(KVPRIM_F8E4M3, s.code);
+    else if (type != KVPRIM_F32)
+        s.code = kvpi_to_short_scale(type, scale), s.divisor = kvpi_of_short_scale(type, s.code);
+    s.divisor = kvpi_tile_divisor(kvpc_mul(s.divisor, outer));
     return s;
 }
 
@@ -1787,6 +1836,8 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
 
 typedef struct kvpc_convert_packed : kvpc_convert_tiles {
     uint64_t tensor[2]; /* where the tensor's scale of each route lies, or 0 */
+    /* tiles of a row that a thread takes part in; from one to the next: tiles, heads, bytes of both sides */
+    uint32_t rounds, round_tiles, round_heads, round_src, round_dst;
 } kvpc_convert_packed;
 
 /* The parameters by what is converted. */
@@ -1806,6 +1857,21 @@ KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert &, uint32_t)
 KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert_packed &p, uint32_t route)
 {
     return p.tensor[route];
+}
+
+/* To the thread's next tile; returns whether there is one. */
+KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert &, const kvpc_route &, uint32_t, uint64_t *, uint64_t *,
+                                  uint64_t *)
+{
+    return false;
+}
+
+KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert_packed &p, const kvpc_route &s, uint32_t round, uint64_t *src,
+                                  uint64_t *dst, uint64_t *scale_at)
+{
+    *src += p.round_src, *dst = kvpc_row_at(*dst + p.round_dst, p.round_heads, s.head);
+    *scale_at = kvpc_row_at(*scale_at, p.round_tiles, s.tile);
+    return round < p.rounds;
 }
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
@@ -1870,24 +1936,45 @@ KVPRIM_DEVICE void kvpc_scale_octets(uint32_t how, kvpc_octet *x, const float *s
             kvpc_apply_reciprocal<8>(x[m].e, kvpc_over(scale[own_scale ? m : 0]));
 }
 
+/* Adds the words of elements, so that the sum is NaN if one is. */
+template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_add_words(uint32_t sum, const uint32_t *w)
+{
+    for (uint32_t k = 0; k < 4; k++)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        if (type == KVPRIM_BF16)
+            asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(w[k]), "r"(0x3f803f80)); /* times 1 */
+        else
+            asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(w[k]), "r"(0x3c003c00));
+#else
+        sum |= w[k] | 0x7fff; /* may be one */
+#endif
+    return sum;
+}
+
 /* Scales, rounds and stores octets. */
 template <kvprim_dtype from, int kind, uint32_t octets, bool own_scale>
 KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint64_t *dst, const uint4 *v,
                                      const float *scale, const bool *stores)
 {
     kvpc_octet x[octets];
-    uint32_t out[octets][2];
+    uint32_t out[octets][2], words = 0;
     for (uint32_t m = 0; m < octets; m++) {
         const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
         kvpc_decode<from, 8>(x[m].e, in);
+        if (kind == kvpc_4_bits)
+            words = kvpc_add_words<from>(words, in);
     }
     kvpc_scale_octets<octets, own_scale>(how, x, scale);
-    if (kind != kvpc_8_bits && nans_at) {
+    float sum[2] = {0, 0};
+    if (kind == kvpc_4_bits)
+        kvpc_decode_word<from>(sum, words);
+    if (kind == kvpc_4_bits ? kvpi_is_nan(sum[0] + sum[1]) || kvpc_is_unusual(scale[0])
+                            : kind == kvpc_int8 && nans_at) {
         uint32_t nans = 0;
         for (uint32_t m = 0; m < octets; m++)
             if (stores[m])
                 nans += kvpc_clear_nans<8>(x[m].e);
-        if (nans)
+        if (nans && nans_at)
             atomicAdd(nans_at, nans);
     }
     if (kind == kvpc_4_bits)
@@ -1902,10 +1989,10 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
     else
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], x[m].e);
-    for (uint32_t m = 0; m < octets; m++)
-        if (stores[m] && kind == kvpc_4_bits)
-            *(uint32_t *)kvpc_global(dst[m]) = out[m][0];
-        else if (stores[m])
+    if (kind == kvpc_4_bits) /* two octets follow each other */
+        out[0][1] = out[octets - 1][0];
+    for (uint32_t m = 0; m < (kind == kvpc_4_bits ? 1 : octets); m++)
+        if (stores[m])
             kvpc_store_octet(how, dst[m], uint2{out[m][0], out[m][1]});
 }
 
@@ -1985,10 +2072,11 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const kvpc_index x = kvpc_find_row(p, index_at, (how & kvpc_wide_index) != 0);
     float scale[loads];
     uint2 v[loads];
+    uint32_t code[loads]; /* of scales beside F4E2M1 */
     for (uint32_t k = 0; k < loads; k++)
-        scale[k] = 1;
-    const uint64_t tensor = kvpc_tensor_of(p, 0);
-    const float outer = tensor ? kvpc_load_f32(tensor) : 1;
+        scale[k] = 1, code[k] = 0;
+    const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
+    const float outer = kvpc_load_tensor(kvpc_tensor_of(p, 0));
     if (kind != kvpc_4_bits && s.scales && !s.scale_row)
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.octets)
@@ -2020,9 +2108,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
         for (uint32_t k = 0; k < loads; k++)
             if (kind == kvpc_4_bits && first + k * step < p.octets)
-                scale[k] = kvpc_mul(kvpc_load_any_scale(kvpc_tile_at(p, s, row, first + k * step),
-                                                        (kvprim_dtype)(how >> kvpc_scales_shift), 0),
-                                    outer);
+                code[k] = kvpc_load_any_scale(kvpc_tile_at(p, s, row, first + k * step), scales);
             else if (first + k * step < p.octets)
                 scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), (how & kvpc_e8m0) != 0);
     }
@@ -2034,7 +2120,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         float e[8];
         uint32_t out[4];
         if (kind == kvpc_4_bits)
-            kvpc_decode<KVPRIM_F4E2M1, 8>(e, in);
+            kvpc_decode<KVPRIM_F4E2M1, 8>(e, in), scale[k] = kvpc_mul(kvpc_any_scale_of(code[k], scales), outer);
         else if (kind == kvpc_int8)
             kvpc_decode<KVPRIM_INT8, 8>(e, in);
         else if (how & kvpc_e5m2)
@@ -2056,8 +2142,13 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 }
 
 /* The largest magnitudes of the `lanes` threads of a tile, a power of two. */
-template <kvprim_dtype from> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
+template <kvprim_dtype from, bool few> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
 {
+    if (few) {
+        for (; lanes > 1; lanes /= 2)
+            most = kvpc_most<from>(most, kvpc_shuffle_xor(most, lanes / 2));
+        return most;
+    }
     if (lanes == 32) {
         most = kvpc_most<from>(most, kvpc_shuffle_xor(most, 16));
         lanes = 16;
@@ -2084,26 +2175,28 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.block_rows + in_group;
     const uint32_t tile = lane >> p.lanes_shift, lanes = 1u << p.lanes_shift;
     const uint32_t in_tile = lane & (lanes - 1);
-    const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile;
+    const uint32_t apart = kind == kvpc_4_bits ? 1 : lanes; /* two octets of 4 bits make one store */
+    const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile * (kind == kvpc_4_bits ? loads : 1);
     const bool any = i < p.count && in_group < p.block_rows;
     const bool second = copies || blockIdx.x;
     const kvpc_route &s = p.route[second];
     const uint64_t index_at = kvpc_index_at(p, any ? i : 0);
-    const uint64_t src = kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
-                                     second ? p.src_stride[1] : p.src_stride[0]);
+    uint64_t src = kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
+                               second ? p.src_stride[1] : p.src_stride[0]);
     kvpc_settle(index_at), kvpc_settle(src);
     if (dependence != kvpc_alone)
         kvpc_pdl_wait();
     if (dependence == kvpc_trigger_late)
         kvpc_pdl_trigger();
     kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
+    const float outer = kvpc_load_tensor(kvpc_tensor_of(p, second));
     uint4 v[loads];
     bool has[loads];
     for (uint32_t k = 0; k < loads; k++) { /* without a condition, which would keep the first load waiting */
         has[k] = any && (exact || in_tile + k * lanes < p.tile_octets);
         v[k] = uint4{0, 0, 0, 0};
         if (exact || has[k])
-            v[k] = kvpc_load16(src + (copies ? 0 : 16 * k * lanes));
+            v[k] = kvpc_load16(src + (copies ? 0 : 16 * k * apart));
     }
     /* All that the index and the words are not needed for, while they are on their way. */
     uint64_t dst = copies ? s.dst + 16 * first : kvpc_head_at(p, s, s.dst + octet_bytes * first, first);
@@ -2114,40 +2207,49 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t page = kvpc_divide(x.row, p.page);
     dst = kvpc_row_at(kvpc_row_at(dst, x.row, s.dst_stride), page, s.page);
     scale_at = kvpc_row_at(kvpc_row_at(scale_at, x.row, s.scale_row), page, s.scale_page);
-    uint32_t most = kvpc_most<from>(kvpc_most<from>(v[0].x, v[0].y), kvpc_most<from>(v[0].z, v[0].w));
-    for (uint32_t k = 1; k < loads; k++)
-        most = kvpc_most<from>(most, kvpc_most<from>(kvpc_most<from>(v[k].x, v[k].y), kvpc_most<from>(v[k].z, v[k].w)));
-    most = kvpc_most_of_tile<from>(most, lanes);
-    kvpc_settle(dst), kvpc_settle(scale_at);
-    if (copies) {
-        if (x.inside)
-            kvpc_store16(dst, v[0]);
-        return;
+    for (uint32_t round = 1;; round++) {
+        uint32_t most = kvpc_most<from>(kvpc_most<from>(v[0].x, v[0].y), kvpc_most<from>(v[0].z, v[0].w));
+        for (uint32_t k = 1; k < loads; k++)
+            most = kvpc_most<from>(most,
+                                   kvpc_most<from>(kvpc_most<from>(v[k].x, v[k].y), kvpc_most<from>(v[k].z, v[k].w)));
+        most = kvpc_most_of_tile<from, kind == kvpc_4_bits>(most, lanes);
+        kvpc_settle(dst), kvpc_settle(scale_at);
+        if (copies) {
+            if (x.inside)
+                kvpc_store16(dst, v[0]);
+            return;
+        }
+        if (loads > 1 && round == 1 &&
+            KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && (lane & p.edge_lanes) == 0)) {
+            if (p.edges)
+                kvpc_fetch_edges(dst, p.edges); /* of lane 0, where the row begins */
+            if (p.scale_edges)
+                kvpc_fetch_edges(scale_at, p.scale_edges);
+        }
+        const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
+        kvpc_any_scale computed = {0, 0};
+        if (kind == kvpc_4_bits)
+            computed = kvpc_compute_any_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least,
+                                              (how & kvpc_power_of_two) != 0, scales, outer);
+        const float scale = kind == kvpc_4_bits ? computed.divisor
+                                                : kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse,
+                                                                  p.least, (how & kvpc_power_of_two) != 0);
+        uint64_t to[loads];
+        bool stores[loads];
+        for (uint32_t k = 0; k < loads; k++) {
+            to[k] = dst + octet_bytes * k * apart;
+            stores[k] = has[k] && x.inside;
+        }
+        kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
+        if (x.inside && in_tile == 0 && kind == kvpc_4_bits)
+            kvpc_store_any_scale(scale_at, computed.code, scales);
+        else if (x.inside && in_tile == 0)
+            kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
+        if (!kvpc_next_tile(p, s, round, &src, &dst, &scale_at))
+            break;
+        for (uint32_t k = 0; k < loads; k++)
+            v[k] = kvpc_load16(src + 16 * k);
     }
-    if (loads > 1 && KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && (lane & p.edge_lanes) == 0)) {
-        if (p.edges)
-            kvpc_fetch_edges(dst, p.edges); /* of lane 0, where the row begins */
-        if (p.scale_edges)
-            kvpc_fetch_edges(scale_at, p.scale_edges);
-    }
-    const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
-    kvpc_any_scale computed = {0, 0};
-    if (kind == kvpc_4_bits)
-        computed = kvpc_compute_any_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least,
-                                          (how & kvpc_power_of_two) != 0, scales, kvpc_tensor_of(p, second));
-    const float scale = kind == kvpc_4_bits ? computed.divisor
-                                            : kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least,
-                                                              (how & kvpc_power_of_two) != 0);
-    uint64_t to[loads];
-    for (uint32_t k = 0; k < loads; k++) {
-        to[k] = dst + octet_bytes * k * lanes;
-        has[k] = has[k] && x.inside;
-    }
-    kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, has);
-    if (x.inside && in_tile == 0 && kind == kvpc_4_bits)
-        kvpc_store_any_scale(scale_at, computed.code, scales);
-    else if (x.inside && in_tile == 0)
-        kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p, x);
 }
@@ -3343,11 +3445,13 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
 {
     const kvprim_format &f = k->dst.format;
     const kvprim_dtype from = k->src.format.dtype;
-    const bool int8 = f.dtype == KVPRIM_INT8, copies = v && !v->dst.format.dtype;
+    const bool int8 = f.dtype == KVPRIM_INT8, packed = f.dtype == KVPRIM_F4E2M1, copies = v && !v->dst.format.dtype;
     const uint32_t tables = v && !copies ? 2 : 1;
     p->tile_octets = (uint32_t)(f.tile / 8);
-    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same, unless there is ... */
-        p->how |= kvpc_power_of_two | (f.tensor_scale ? 0 : kvpc_divides); /* ... one of the tensor, too */
+    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same, except if ... */
+        p->how |= kvpc_power_of_two | (packed ? 0 : kvpc_divides);
+    if (p->how & kvpc_e8m0 && packed && !f.tensor_scale) /* ... another type or a tensor's scale changes it */
+        p->how &= ~(uint32_t)kvpc_divides;
     p->least = f.scale_min;
     p->largest = kvpi_largest(f.dtype);
     p->inverse = 1.0f / p->largest;
@@ -3357,8 +3461,18 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
         p->lanes_shift++;
     if (bytes > kvpc_few_bytes)
         kvpc_set_tile_edges(p, &k->dst, v);
-    const uint32_t lanes = p->octets / p->tile_octets << p->lanes_shift; /* of a row */
-    const uint32_t block = copies ? kvpc_most_threads : kvpc_threads;
+    /* More rounds share what finding a row takes, while there are enough threads. H200, 65,536 rows of 1,024 elements:
+       151 us with 1 round, 131 with 2, 122 with 4, 118 with 8; of 512 beside V, whose threads end early: 47, 42, 45. */
+    const uint64_t enough = 1024 * (uint64_t)kvpc_multiprocessors(); /* threads */
+    const uint32_t head_tiles = k->dst.table.heads > 1 ? p->octets / p->tile_octets / (uint32_t)k->dst.table.heads : 0;
+    uint32_t lanes = p->octets / p->tile_octets << p->lanes_shift; /* of a row */
+    p->rounds = 1, p->round_tiles = p->octets / p->tile_octets;
+    while (packed && p->rounds < (copies ? 2 : 8) && p->round_tiles % (head_tiles ? 2 * head_tiles : 2) == 0 &&
+           (uint64_t)p->count * tables * lanes / 2 >= enough)
+        p->rounds *= 2, p->round_tiles /= 2, lanes /= 2;
+    p->round_heads = head_tiles ? p->round_tiles / head_tiles : 0;
+    p->round_dst = 4 * p->round_tiles * p->tile_octets, p->round_src = 4 * p->round_dst;
+    const uint32_t block = copies && !packed ? kvpc_most_threads : kvpc_threads;
     uint32_t rows = 1;
     while (kvpc_whole_warps(2 * rows * lanes) + kvpc_whole_warps(2 * rows * p->v_words) <= block &&
            kvpc_parts_of(p->count, 2 * rows) * tables >= kvpc_multiprocessors())
@@ -3371,10 +3485,9 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
         p->v_magic = (65536 + p->v_words - 1) / p->v_words;
     const uint32_t threads = p->k_threads + kvpc_whole_warps(rows * p->v_words);
 #ifndef KVPRIM_NO_FOUR_BIT
-    if (f.dtype == KVPRIM_F4E2M1) {
-        const kvpc_packed_convert packed = KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_4_bits, 2);
-        return kvpc_start_convert(call, packed, tables, threads, bytes, p);
-    }
+    if (packed)
+        return kvpc_start_convert<kvpc_convert_packed>(
+            call, KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_4_bits, 2), tables, threads, bytes, p);
 #endif
     const kvpc_tiles_convert kernel =
         int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_int8, 2)
@@ -4141,8 +4254,11 @@ KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_change &how, const kvpc_stretch<
 /* The factor of elements whose scale at `address` is read. */
 template <bool four> KVPRIM_DEVICE kvpc_factor kvpc_read_factor(const kvpc_change &how, uint64_t address)
 {
-    return kvpc_factor_of(how, four ? kvpc_load_any_scale(address, (kvprim_dtype)how.is_e8m0, how.step)
-                                    : kvpc_load_scale(address, how.is_e8m0));
+    if (!four)
+        return kvpc_factor_of(how, kvpc_load_scale(address, how.is_e8m0));
+    const kvprim_dtype type = (kvprim_dtype)how.is_e8m0;
+    const float scale = kvpc_any_scale_of(kvpc_load_any_scale(address, type), type);
+    return kvpc_factor_of(how, kvpc_mul(scale, kvpc_load_tensor(how.step)));
 }
 
 /* Scales, encodes and stores the numbers of elements e to e + n - 1. Returns how many NaNs were lost. */
@@ -4173,8 +4289,9 @@ KVPRIM_DEVICE kvpc_factor kvpc_compute_scale(const kvpc_change &how, const kvpc_
     for (uint32_t distance = lanes / 2; distance; distance /= 2)
         largest = kvpc_max_magnitude(largest, kvpi_float_of(kvpc_group_xor(kvpi_bits_of(largest), distance, lanes)));
     if (four) {
-        const kvpc_any_scale any = kvpc_compute_any_scale(largest, how.largest, how.inverse, how.least,
-                                                          how.power_of_two != 0, (kvprim_dtype)how.is_e8m0, how.step);
+        const kvpc_any_scale any =
+            kvpc_compute_any_scale(largest, how.largest, how.inverse, how.least, how.power_of_two != 0,
+                                   (kvprim_dtype)how.is_e8m0, kvpc_load_tensor(how.step));
         if (lane == 0)
             kvpc_store_any_scale(kvpc_scale_at(how, s, e), any.code, (kvprim_dtype)how.is_e8m0);
         return kvpc_factor_of(how, any.divisor);

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
-/* Compares moves that convert, into FP8 and INT8 caches and out of them, with the kernels of vLLM and SGLang and with
-   plain moves of as many bytes. Ratios are within one run.
+/* Compares moves that convert, into FP8, INT8 and FP4 caches and out of them, with the kernels of vLLM and SGLang and
+   with plain moves of as many bytes. Ratios are within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_convert.cu -o build/bench_convert
-       build/bench_convert [--quick] [--only check|store|layouts|mla|gather|transfer|general]
+       build/bench_convert [--quick] [--only check|store|layouts|mla|gather|four|transfer|general]
 
    Times are microseconds per launch, as bench_gpu.h takes them, over 8 sets of slots and rotating dense buffers. GB/s
    counts bytes read plus bytes written, scales included. Values are random bf16 of magnitudes 2^-8 to 2^4, of which
@@ -131,6 +131,12 @@ __host__ __device__ static int64_t size_of(kvprim_dtype type)
     return type == KVPRIM_F32 ? 4 : type == KVPRIM_F16 || type == KVPRIM_BF16 ? 2 : 1;
 }
 
+/* Bytes before element e of a row. */
+__host__ __device__ static int64_t bytes_to(kvprim_dtype type, int64_t e)
+{
+    return type == KVPRIM_F4E2M1 ? e / 2 : e * size_of(type);
+}
+
 static plain_side side_of(const kvprim_side &s)
 {
     return {s.table, s.format, s.index, s.piece_bytes, s.index_type == KVPRIM_I64};
@@ -139,7 +145,8 @@ static plain_side side_of(const kvprim_side &s)
 static plain_move plain_of(const kvprim_move &m)
 {
     const plain_side src = side_of(m.src);
-    return {side_of(m.dst), src, m.row_bytes / size_of(src.format.dtype), m.count};
+    return {side_of(m.dst), src, kvpi_elements_in(src.format.dtype ? src.format.dtype : KVPRIM_U8, m.row_bytes),
+            m.count};
 }
 
 /* Bytes that a move reads and writes, without indices. */
@@ -147,7 +154,7 @@ static double bytes_of(const plain_move &m)
 {
     double bytes = 0;
     for (const plain_side *const s : {&m.dst, &m.src}) {
-        bytes += double(m.elements * size_of(s->format.dtype));
+        bytes += double(bytes_to(s->format.dtype, m.elements));
         if (s->format.scale == KVPRIM_SCALE_TILE)
             bytes += double(m.elements / s->format.tile * size_of(s->format.scale_dtype));
     }
@@ -177,10 +184,16 @@ __device__ static char *scale_of(const plain_side &s, int64_t row, int64_t tile)
            tile * f.scale_tile_stride;
 }
 
-__device__ static float decoded(kvprim_dtype type, const char *from)
+/* Element e of a row, at `from`. */
+__device__ static float decoded(kvprim_dtype type, const char *from, int64_t e = 0)
 {
     const uint8_t byte = uint8_t(*from);
+    const uint32_t half = uint32_t(byte) >> e % 2 * 4;
     switch (type) {
+    case KVPRIM_F4E2M1:
+        return (half & 8 ? -0.5f : 0.5f) * float((0xc8643210u >> (half & 7) * 4) & 15);
+    case KVPRIM_F8E8M0:
+        return __uint_as_float(uint32_t(byte) << 23);
     case KVPRIM_F32:
         return *reinterpret_cast<const float *>(from);
     case KVPRIM_F16:
@@ -196,7 +209,13 @@ __device__ static float decoded(kvprim_dtype type, const char *from)
 
 __device__ static uint32_t encoded(kvprim_dtype type, float x)
 {
+    const float a = fabsf(x);
     switch (type) {
+    case KVPRIM_F4E2M1: /* midpoints, which go to the even code */
+        return (signbit(x) ? 8 : 0) + (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) +
+               (a >= 3.5f) + (a > 5);
+    case KVPRIM_F8E8M0:
+        return __float_as_uint(x) >> 23;
     case KVPRIM_F32:
         return __float_as_uint(x);
     case KVPRIM_F16:
@@ -234,7 +253,7 @@ __device__ static bool settle(char *at, uint32_t bits, int64_t bytes, bool poiso
 __global__ static void check_moves(const plain_move m, bool poison, bool inverse, found *sum)
 {
     const kvprim_format &to = m.dst.format, &from = m.src.format;
-    const int64_t to_size = size_of(to.dtype), from_size = size_of(from.dtype);
+    const int64_t to_size = size_of(to.dtype);
     const bool compute = to.scale == KVPRIM_SCALE_TILE;
     const kvprim_format &scaled = to.scale ? to : from;
     const int64_t unit = scaled.scale == KVPRIM_SCALE_TILE || scaled.scale == KVPRIM_SCALE_HEAD ? scaled.tile
@@ -242,7 +261,12 @@ __global__ static void check_moves(const plain_move m, bool poison, bool inverse
                                                                                                 : 256;
     const int64_t units = (m.elements + unit - 1) / unit, lane = threadIdx.x % 32;
     const int64_t step = int64_t(gridDim.x) * blockDim.x / 32;
-    const float largest = to.dtype == KVPRIM_INT8 ? 127.f : to.dtype == KVPRIM_F8E5M2 ? 57344.f : 448.f;
+    const float largest = to.dtype == KVPRIM_INT8     ? 127.f
+                          : to.dtype == KVPRIM_F8E5M2 ? 57344.f
+                          : to.dtype == KVPRIM_F4E2M1 ? 6.f
+                                                      : 448.f;
+    const int64_t pair = to.dtype == KVPRIM_F4E2M1 ? 2 : 1; /* of elements in a byte */
+    const float outer = scaled.tensor_scale ? *scaled.tensor_scale : 1.f;
     unsigned long long wrong = 0, differ = 0, far = 0;
     for (int64_t n = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32; n < m.count * units; n += step) {
         const int64_t i = n / units, t = n % units, first = t * unit, end = min(first + unit, m.elements);
@@ -251,35 +275,38 @@ __global__ static void check_moves(const plain_move m, bool poison, bool inverse
         if (compute) {
             float most = 0;
             for (int64_t e = first + lane; e < end; e += 32)
-                most = fmaxf(most, fabsf(decoded(from.dtype, element_of(m.src, src, e * from_size))));
+                most = fmaxf(most, fabsf(decoded(from.dtype, element_of(m.src, src, bytes_to(from.dtype, e)), e)));
             for (int s = 16; s > 0; s /= 2)
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, s));
-            scale = fmaxf(most / largest, to.scale_min > 0 ? to.scale_min : FLT_MIN);
-            uint32_t bits = __float_as_uint(scale);
-            const bool e8m0 = to.scale_dtype == KVPRIM_F8E8M0;
-            if (e8m0 || to.scale_power_of_two)
-                bits = (bits + 0x7fffff) & 0xff800000;
-            scale = __uint_as_float(bits);
+            scale = fmaxf(most / largest / outer, to.scale_min > 0 ? to.scale_min : FLT_MIN);
+            if (to.scale_dtype == KVPRIM_F8E8M0 || to.scale_power_of_two)
+                scale = __uint_as_float((__float_as_uint(scale) + 0x7fffff) & 0xff800000);
+            const uint32_t bits = encoded(to.scale_dtype, scale);
             if (lane == 0)
-                wrong += !settle(scale_of(m.dst, dst, t), e8m0 ? bits >> 23 : bits, e8m0 ? 1 : 4, poison);
+                wrong += !settle(scale_of(m.dst, dst, t), bits, size_of(to.scale_dtype), poison);
+            scale = to.scale_dtype == KVPRIM_F8E4M3 ? decoded(to.scale_dtype, reinterpret_cast<const char *>(&bits))
+                                                    : scale;
+            scale *= outer;
         } else if (scaled.scale) {
             const plain_side &s = to.scale ? m.dst : m.src;
             const char *const at = scale_of(s, to.scale ? dst : src, scaled.scale == KVPRIM_SCALE_TENSOR ? 0 : t);
-            scale = scaled.scale_dtype == KVPRIM_F8E8M0 ? __uint_as_float(uint32_t(uint8_t(*at)) << 23)
-                                                        : *reinterpret_cast<const float *>(at);
+            scale = decoded(scaled.scale_dtype, at) * outer;
         }
-        for (int64_t e = first + lane; e < end; e += 32) {
-            const char *const at = element_of(m.src, src, e * from_size);
-            char *const there = element_of(m.dst, dst, e * to_size);
-            uint32_t bits = uint8_t(*at), divided = 0;
-            if (from.dtype) {
-                const float x = decoded(from.dtype, at);
-                divided = to.scale ? encoded(to.dtype, x / scale) : 0;
-                bits = !to.scale ? encoded(to.dtype, scaled.scale ? x * scale : x)
-                       : inverse ? encoded(to.dtype, x * (1.f / scale))
-                                 : divided;
+        for (int64_t e = first + lane * pair; e < end; e += 32 * pair) {
+            uint32_t all = 0, bits = 0, divided = 0;
+            for (int64_t k = 0; k < pair; k++) {
+                const char *const at = element_of(m.src, src, bytes_to(from.dtype, e + k));
+                bits = uint8_t(*at);
+                if (from.dtype) {
+                    const float x = decoded(from.dtype, at, e + k);
+                    divided = to.scale ? encoded(to.dtype, x / scale) : 0;
+                    bits = !to.scale ? encoded(to.dtype, scaled.scale ? x * scale : x)
+                           : inverse || (pair == 2 && to.scale_inverse) ? encoded(to.dtype, x * (1.f / scale))
+                                                                        : divided;
+                }
+                all |= bits << 4 * k;
             }
-            wrong += !settle(there, bits, to_size, poison);
+            wrong += !settle(element_of(m.dst, dst, bytes_to(to.dtype, e)), all, to_size, poison);
             if (inverse && bits != divided) {
                 const int32_t a = bits & 127, b = divided & 127;
                 differ++;
@@ -444,6 +471,9 @@ enum kind {
     ROW,             /* e4m3, a scale computed for each row */
     TOKEN_HEAD,      /* e4m3, one for each row and head, after the head, by the inverse */
     TOKEN_HEAD_INT8, /* the same of int8 */
+    NVFP4,           /* vLLM's and FlashInfer's pages: of K, of its e4m3 scales, the same of V */
+    MXFP4,           /* scales of e8m0 in memory of their own */
+    NVFP4_MLA,       /* rows of 432 bytes: 512 elements, 32 scales of e4m3, 16 bytes that stay, 64 bf16 */
     MLA,             /* 512 and 64 elements beside each other, with one scale */
     DS_MLA,
     DS_MLA_V4,
@@ -462,7 +492,11 @@ struct shape {
 
     bool latent() const
     {
-        return what >= MLA;
+        return what >= NVFP4_MLA;
+    }
+    bool four() const
+    {
+        return what >= NVFP4 && what <= NVFP4_MLA;
     }
     const char *preset() const
     {
@@ -478,7 +512,11 @@ struct shape {
     }
     int64_t row() const /* of K in the cache, and of what lies beside it */
     {
-        return what == DS_MLA ? 656 : what == MLA || what == DS_MLA_V4 ? 576 : heads * head();
+        return what == DS_MLA                     ? 656
+               : what == MLA || what == DS_MLA_V4 ? 576
+               : what == NVFP4_MLA                ? 432
+               : four()                           ? elements() / 2
+                                                  : heads * head();
     }
     int64_t head() const
     {
@@ -488,6 +526,7 @@ struct shape {
     {
         return what == DS_MLA_V4 ? (584 * page_rows + 575) / 576 * 576 /* SGLang's padding */
                : what >= INDEXER ? 132 * page_rows
+               : what == NVFP4   ? 2 * (row() + elements() / 16) * page_rows
                                  : row() * page_rows * (pad ? 2 : 1);
     }
     int64_t rows() const
@@ -510,7 +549,15 @@ static kvprim_format format_of(const shape &s, const memory &m, bool v)
     f.dtype = s.what == INT8 || s.what == TOKEN_HEAD_INT8 ? KVPRIM_INT8
               : s.what == E5M2                            ? KVPRIM_F8E5M2
                                                           : KVPRIM_F8E4M3;
-    if (s.what == ROW || s.what == TOKEN_HEAD || s.what == TOKEN_HEAD_INT8) {
+    if (s.four()) {
+        f.dtype = KVPRIM_F4E2M1, f.scale = KVPRIM_SCALE_TILE, f.tile = s.what == MXFP4 ? 32 : 16;
+        f.scale_dtype = s.what == MXFP4 ? KVPRIM_F8E8M0 : KVPRIM_F8E4M3;
+        f.scales = s.what == MXFP4 ? m.scales[v] : nullptr;
+        f.scale_offset = s.what == NVFP4 ? s.row() * s.page_rows : s.what == NVFP4_MLA ? 256 : 0;
+        f.scale_stride = s.what == NVFP4 ? s.elements() / 16 : 0;
+        f.tensor_scale = s.what == MXFP4 ? nullptr : number(m, v, false);
+        f.scale_inverse = s.what != MXFP4;
+    } else if (s.what == ROW || s.what == TOKEN_HEAD || s.what == TOKEN_HEAD_INT8) {
         f.scale = KVPRIM_SCALE_TILE;
         f.tile = s.what == ROW ? 0 : s.head_elements;
         f.scales = s.pad ? nullptr : m.scales[v];
@@ -535,10 +582,13 @@ static kvprim_table cache_of(const shape &s, const memory &m, bool v, int64_t ro
     t.page_rows = s.page_rows;
     if (s.what == MLA)
         t.stride = 576, t.page_stride = s.page();
+    if (s.pad || s.what == NVFP4) /* K and V share each page */
+        t.data = m.cache[0] + (v ? s.page() / 2 : 0), t.page_stride = s.page();
+    if (s.what == NVFP4_MLA)
+        t.data = m.cache[0] + (v ? 304 : 0), t.stride = s.row();
     if (s.pad) {
-        t.data = m.cache[0] + (v ? s.page() / 2 : 0);
         t.heads = s.heads, t.head_stride = s.head();
-        t.stride = s.row(), t.page_stride = s.page();
+        t.stride = s.row();
     }
     if (s.hnd) {
         t.heads = s.heads;
@@ -577,9 +627,11 @@ static void build_store(call *c, const shape &s, const memory &m, const int64_t 
         c->to = format_of(s, m, false), c->to_v = format_of(s, m, true);
         d.k_cache = cache_of(s, m, false, rows), d.v_cache = cache_of(s, m, true, rows);
         d.k_cache.format = &c->to, d.v_cache.format = &c->to_v;
-        d.v_bytes = s.what == MLA ? 128 : d.k_bytes;
+        d.v_bytes = s.latent() ? 128 : d.k_bytes;
         d.v = table_at(m.dense[1] + at, tokens, d.v_bytes);
         d.v.format = &c->from;
+        if (s.what == NVFP4_MLA)
+            d.v_cache.format = d.v.format = nullptr;
     }
 }
 
@@ -859,7 +911,7 @@ struct gather_shape {
 
     int64_t out() const /* elements of a row of dst */
     {
-        return s.what == DS_MLA ? 576 : s.what == DS_MLA_V4 ? 512 : s.elements();
+        return s.what == DS_MLA || s.what == NVFP4_MLA ? 576 : s.what == DS_MLA_V4 ? 512 : s.elements();
     }
     bool by_pages() const /* a page is a row: it has one scale, and its rows lie as in dst */
     {
@@ -889,7 +941,12 @@ static void build_gather(call *c, const gather_shape &g, const memory &m, const 
         c->from.scale_inverse = 0;
         kvprim_table src = by_pages ? table_at(m.cache[0], rows / s.page_rows) : cache_of(s, m, false, rows);
         src.format = &c->from;
-        c->gather[0] = gather_of(dst, src, s.elements() * in_row, index, count);
+        c->gather[0] = gather_of(dst, src, bytes_to(c->from.dtype, s.elements()) * in_row, index, count);
+        if (s.what == NVFP4_MLA) {
+            const kvprim_table beside = table_at(m.dense[0] + at + 1024, tokens, g.out() * 2);
+            c->gathers = 2;
+            c->gather[1] = gather_of(beside, cache_of(s, m, true, rows), 128, index, count);
+        }
     }
     c->gather[0].dst.format = &c->to;
 }
@@ -914,6 +971,8 @@ static void fill_cache(const shape &s, const memory &m, int64_t bytes, int64_t r
 {
     const int64_t pages = rows / s.page_rows;
     fill_bytes<<<4096, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(m.cache[0]), bytes / 4, 77);
+    if (s.what == MXFP4)
+        fill_part<<<4096, 32, 0, stream>>>(m.scales[0], rows, s.elements() / 32, 0, s.elements() / 128, SCALES_E8M0);
     if (s.pad)
         fill_part<<<4096, 32, 0, stream>>>(m.cache[0], 2 * rows * s.heads, s.head(), s.head_elements, 1, SCALES);
     if (s.what == DS_MLA) {
@@ -1073,6 +1132,72 @@ static void gather()
     judge_mean("gather of fp8_ds_mla, best way / vLLM", f.latent_best, 0.6);
     judge_worst("gather of fp8_ds_mla, PDL off / vLLM", f.latent, '<', 1.02);
     judge_worst("gather, PDL on / off", f.pdl, '<', 1.02);
+}
+
+/* ---- elements of 4 bits ---- */
+
+static shape named_shape(const char *name, kind what)
+{
+    return what >= NVFP4_MLA ? shape{name, what, false, 1, 512, 64, nullptr, nullptr}
+                             : shape{name, what, false, 8, 128, 16, nullptr, nullptr};
+}
+
+static std::vector<shape> four_shapes()
+{
+    return {named_shape("nvfp4", NVFP4), named_shape("mxfp4", MXFP4), named_shape("nvfp4, 432 B", NVFP4_MLA)};
+}
+
+/* The contenders: kvprim, plain, each also "+PDL"; e4m3+PDL: the same elements as e4m3, with a scale of the tensor, or
+   with tiles where V is copied. */
+static times measure_four(const shape &s, bool store, int64_t tokens)
+{
+    const shape wide = named_shape("e4m3", s.what == NVFP4_MLA ? DS_MLA : TENSOR);
+    const gather_shape g = {s, nullptr, nullptr}, g_wide = {wide, nullptr, nullptr};
+    const int64_t rows = std::min(common_rows(s), common_rows(wide)) / s.page_rows * s.page_rows;
+    const slot_sets slots(rows, tokens);
+    const page_sets pages(rows / s.page_rows, s.page_rows, tokens, std::min<int64_t>(tokens, 4096), 9);
+    fill_cache(s, device, 2 * cache_bytes, rows);
+    const job j = store ? store_job(s, slots, tokens) : gather_job(g, pages, false),
+              e4m3 = store ? store_job(wide, slots, tokens) : gather_job(g_wide, pages, false);
+    std::vector<contender> c;
+    for (const bool pdl : {false, true}) {
+        c.push_back(contend_kvprim(pdl ? "kvprim+PDL" : "kvprim", j, pdl));
+        const char *const plain = pdl ? "plain+PDL" : "plain";
+        c.push_back(store ? contend_plain(plain, j, tokens, slots, pdl)
+                          : contend_plain_gather(plain, c[0].bytes_moved / double(tokens), pages, false));
+    }
+    c.push_back(contend_kvprim("e4m3+PDL", e4m3, true));
+    return times(c);
+}
+
+static void four()
+{
+    std::vector<figure> stores, gathers, few;
+    printf("\nelements of 4 bits: us, with PDL, of e4m3 with PDL; GB/s without PDL, and as a part of the limit's\n"
+           "%-12s %6s %6s %9s %9s %9s %6s %6s %6s\n",
+           "", "", "tokens", "kvprim", "PDL", "e4m3", "/ e4m3", "GB/s", "limit");
+    for (const bool store : {true, false})
+        for (const shape &s : four_shapes())
+            for (const int64_t tokens :
+                 quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{64, 1024, 8192, 65536}) {
+                fill_dense();
+                const times t = measure_four(s, store, tokens);
+                const double of_e4m3 = t.us("kvprim+PDL") / t.us("e4m3+PDL"), part = t.part("kvprim", "plain");
+                const std::string where = std::string(s.name) + (store ? " store" : " gather");
+                printf("%-12s %6s %6lld", s.name, store ? "store" : "gather", (long long)tokens);
+                print_numbers({t.us("kvprim"), t.us("kvprim+PDL"), t.us("e4m3+PDL")}, 9, 3);
+                print_numbers({of_e4m3}, 6, 3);
+                print_numbers({t.rate("kvprim")}, 6, 0);
+                print_numbers({part}, 6, 3);
+                printf("\n");
+                if (tokens == 65536)
+                    add_figure(store ? &stores : &gathers, part, where);
+                if (tokens == 64)
+                    add_figure(&few, of_e4m3, where);
+            }
+    judge_worst("4 bits: store, part of a plain one of as many bytes", stores, '>', 0.85);
+    judge_worst("4 bits: gather, part of a plain one of as many bytes", gathers, '>', 0.9);
+    judge_worst("4 bits: 64 tokens, PDL, / e4m3", few, '<', 1.2);
 }
 
 /* ---- transfers of layers ---- */
@@ -1337,12 +1462,15 @@ static void check()
 {
     twin t;
     int stores = 0;
-    for (const std::vector<shape> &list : {tensor_shapes(), layout_shapes(), latent_shapes()})
+    for (const std::vector<shape> &list : {tensor_shapes(), layout_shapes(), latent_shapes(), four_shapes()})
         for (const shape &s : list)
             for (int w = 0; w < EVERYBODY; w++)
                 check_store(&t, s, who(w));
     stores = t.calls;
-    for (const gather_shape &g : gather_shapes())
+    std::vector<gather_shape> gathers = gather_shapes();
+    for (const shape &s : four_shapes())
+        gathers.push_back({s, nullptr, nullptr});
+    for (const gather_shape &g : gathers)
         for (const bool pdl : {false, true})
             check_gather(&t, g, pdl);
     printf("\n%d stores and %d gathers of %lld tokens: all memory is as after kvprim's functions on the CPU\n", stores,
@@ -1392,6 +1520,7 @@ int main(int argc, char **argv)
                         {"layouts", layouts},
                         {"mla", latents},
                         {"gather", gather},
+                        {"four", four},
                         {"transfer", transfer},
                         {"general", [] {
                              general();

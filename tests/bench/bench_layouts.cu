@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* Rows of production caches: 576 bytes (fp8), 584 (DeepSeek-V4), 656 (DeepSeek's fp8 with scales) and 1,152 (bf16), in
-   flat tables, pages of tokens (NHD) and pages of heads (HND); and a cache of such rows, moved to and from the pages of
-   pinned memory.
+   flat tables, pages of tokens (NHD) and pages of heads (HND); a cache of such rows, moved to and from the pages of
+   pinned memory; and half of the heads of a cache, packed into a staging area and back.
 
        nvcc -arch=sm_90 -std=c++17 -O3 -I. tests/bench/bench_layouts.cu -o build/bench_layouts
-       build/bench_layouts [--quick] [--only rows|host]
+       build/bench_layouts [--quick] [--only rows|host|packs]
 
    bench_gpu.h says how times are taken; ratios are within one run. Rows are random. GB/s of device memory count each
    byte as read and as written, GB/s of the link once. */
@@ -281,6 +281,94 @@ static void host()
     }
 }
 
+/* ---- a staging area for half of the heads, as for twice as many ranks ---- */
+
+constexpr int64_t pack_page = 16, pack_bytes = 128 * MiB;
+constexpr int32_t pack_layers = 8, pack_heads = 16;
+
+/* FlashInfer's NHD; a row of K or V has a piece of each half of its heads. */
+static kvprim_layout pack_cache(int64_t piece)
+{
+    kvprim_layout cache;
+    kvprim_layout_sizes z = {};
+    z.data = cache_memory, z.k_bytes = z.v_bytes = 2 * piece, z.layers = pack_layers, z.heads = pack_heads;
+    z.page_rows = pack_page, z.rows = 2 * table_rows * 1152 / (4 * piece * pack_layers) / pack_page * pack_page;
+    check_kvprim(kvprim_layout_find("flashinfer_nhd", &z, &cache));
+    return cache;
+}
+
+struct pack_pieces {
+    char *cache, *area;
+    const int32_t *slot;
+    int64_t bytes, count, pages;
+    bool packs;
+
+    __device__ piece operator()(int64_t n) const
+    {
+        const int64_t i = n % count, part = n / count, s = slot[i];
+        const int64_t page = (part / 2 * pages + s / pack_page) * 2 + part % 2;
+        char *const in_cache = cache + ((page * pack_page + s % pack_page) * 2 + 1) * bytes;
+        return packs ? piece{area + n * bytes, in_cache, bytes} : piece{in_cache, area + n * bytes, bytes};
+    }
+};
+
+static contender contend_pack(const kvprim_layout &cache, int64_t bytes, const value_sets<int32_t> &slots, bool packs)
+{
+    contender c = {packs ? "pack" : "unpack",
+                   [&cache, &slots, packs](int i) {
+                       kvprim_pack_desc d = {};
+                       kvprim_pack plan;
+                       d.cache = &cache, d.head = pack_heads / 2, d.count = slots.count;
+                       d.slot = slots.set(i), d.slot_type = KVPRIM_I32;
+                       d.staging = row_memory, d.staging_bytes = pack_bytes;
+                       check_kvprim(kvprim_pack_plan(&d, &plan));
+                       kvprim_move m[2];
+                       for (int kv = 0; kv < 2; kv++)
+                           check_kvprim(kvprim_transfer_moves(packs ? &plan.pack[kv] : &plan.unpack[kv], &m[kv]));
+                       const kvprim_cuda_launch launch = on_stream();
+                       check_kvprim(kvprim_cuda_move(m, 2, &launch));
+                   },
+                   2 * double(pack_bytes), 8};
+    check_pieces(c, size_name(bytes), 2 * pack_layers * slots.count, [=, &slots](int i) {
+        return pack_pieces{cache_memory, row_memory, slots.set(i), bytes, slots.count, cache.k_cache.rows / pack_page,
+                           packs};
+    });
+    return c;
+}
+
+static void packs()
+{
+    std::vector<figure> parts;
+    printf("\nhalf of the heads of %d layers, pages of %lld rows, into a staging area and back: GB/s, and as a part of "
+           "a device copy's\n%8s %8s %8s %8s %6s %6s\n",
+           pack_layers, (long long)pack_page, "piece", "pack", "unpack", "copy", "pack", "unpack");
+    for (const int64_t bytes : {512, 2048, 8192}) {
+        const kvprim_layout cache = pack_cache(bytes);
+        const int64_t count = pack_bytes / (2 * pack_layers * bytes);
+        const index_sets pages(cache.k_cache.rows / pack_page, count / pack_page, sets_count, 8);
+        const value_sets<int32_t> slots(
+            count, [&](int set, int64_t i) { return pages.host_set(set)[i / pack_page] * pack_page + i % pack_page; });
+        const auto copy = [](int i) {
+            CUDA(cudaMemcpyAsync(cache_memory + rotated(i, pack_bytes, GiB), row_memory, size_t(pack_bytes),
+                                 cudaMemcpyDeviceToDevice, stream));
+        };
+        std::vector<contender> c = {contend_pack(cache, bytes, slots, true),
+                                    contend_pack(cache, bytes, slots, false),
+                                    {"copy", copy, 2 * double(pack_bytes), 8}};
+        measure(c);
+        printf("%8s", size_name(bytes).c_str());
+        for (const contender &one : c)
+            printf(" %8.0f", gb_per_s(one));
+        for (int k = 0; k < 2; k++) {
+            printf(" %6.3f", gb_per_s(c[k]) / gb_per_s(c[2]));
+            if (bytes >= 2048)
+                parts.push_back({gb_per_s(c[k]) / gb_per_s(c[2]), size_name(bytes) + " " + c[k].name});
+        }
+        printf("\n");
+    }
+    judge_worst("half of the heads packed and unpacked, part of a copy", parts, '>', 0.9);
+}
+
 /* ---- the program ---- */
 
 static void open_all()
@@ -293,5 +381,5 @@ static void open_all()
 
 int main(int argc, char **argv)
 {
-    return run_program(argc, argv, open_all, {{"rows", rows}, {"host", host}});
+    return run_program(argc, argv, open_all, {{"rows", rows}, {"host", host}, {"packs", packs}});
 }

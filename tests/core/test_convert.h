@@ -797,6 +797,30 @@ static void test_format_errors(void)
     REFUSED(b.k_format.nans = (uint32_t *)(void *)(b.cache + 4 * 512 - 196), OVERLAP, "k_cache.format.nans (");
     TAKEN(b.k_format.nans = (uint32_t *)(void *)(b.cache + 4 * 512 - 192));
     TAKEN(b.v_format.nans = &b.nans);
+    /* elements of 4 bits: a row's 32 bytes, 4 scales of a byte after all rows of the page, and the tensor's */
+#define FOUR(change) (b.k_format.dtype = KVPRIM_F4E2M1, b.k_format.scale_dtype = KVPRIM_F8E4M3, change)
+#define OUTER(at) FOUR(b.k_format.tensor_scale = (const float *)(const void *)(at))
+    TAKEN(OUTER(&b.spare));
+    TAKEN(OUTER(b.k)); /* both are read */
+    TAKEN(OUTER(b.outside));
+    TAKEN((OUTER(&b.spare), b.k_format.dtype = KVPRIM_INT4, b.k_format.scale_dtype = KVPRIM_F16));
+    TAKEN(FOUR((b.d.k_cache.heads = b.d.k.heads = 32, b.d.k_cache.head_stride = 1, b.d.k.head_stride = 4)));
+    REFUSED(FOUR((b.d.k_cache.heads = 64, b.d.k_cache.head_stride = 1)), SIZE,
+            "k_cache.heads is 64, which does not divide the bytes of a row, 32");
+    REFUSED(FOUR((b.d.k.heads = 64, b.d.k.head_stride = 2)), SIZE, "k.heads is 64, which makes odd pieces");
+    REFUSED((OUTER(&b.spare), b.k_format.scale = KVPRIM_SCALE_HEAD), ARGUMENT, "scale_dtype is 24, which only tiles");
+    REFUSED((OUTER(&b.spare), b.k_format.scale = KVPRIM_SCALE_HEAD, b.k_format.scale_dtype = KVPRIM_F32), ARGUMENT,
+            "scale is 2, but tensor_scale is set, which only tiles of 4 bits have");
+    REFUSED(OUTER((char *)&b.spare + 2), ARGUMENT, "k_cache.format.tensor_scale (");
+    REFUSED(OUTER(b.cache + 28), OVERLAP, "k_cache.format.tensor_scale (");
+    REFUSED(OUTER(b.cache + 268), OVERLAP, "k_cache.format.tensor_scale (");
+    REFUSED(OUTER(b.v_cache), OVERLAP, "k_cache.format.tensor_scale (");
+    REFUSED((OUTER(b.outside + 72), b.k_format.scales = b.outside + 64, b.k_format.scale_offset = 0), OVERLAP,
+            "k_cache.format.tensor_scale (");
+    REFUSED((OUTER(&b.nans)), OVERLAP, "k_cache.format.nans (");
+    REFUSED((OUTER(&b.rejected)), OVERLAP, "rejected (");
+#undef OUTER
+#undef FOUR
 #undef REFUSED
 #undef TAKEN
 }

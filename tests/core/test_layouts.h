@@ -159,6 +159,22 @@ static inline int layout_moves(layout_names *names, int i, int slots, int host)
     return !past && names->slot[i] >= 0 && names->host[i] >= 0;
 }
 
+/* Heads of K and V of all layers, of rows `slot` and `host`: where head h lies on both sides. */
+#define LAYOUT_EXPECT(name, on_gpu, on_host)                                                                           \
+    static void layout_##name##_expect(void *memory, int back)                                                         \
+    {                                                                                                                  \
+        layout_##name *const m = (layout_##name *)memory;                                                              \
+        for (int i = 0; i < LAYOUT_COUNT; i++) {                                                                       \
+            const int64_t slot = m->names.slot[i], host = m->names.host[i];                                            \
+            if (!layout_moves(&m->names, i, LAYOUT_SLOTS, LAYOUT_HOST))                                                \
+                continue;                                                                                              \
+            for (int kv = 0; kv < 2; kv++)                                                                             \
+                for (int l = 0; l < LAYOUT_LAYERS; l++)                                                                \
+                    for (int h = 0; h < LAYOUT_HEADS; h++)                                                             \
+                        layout_move(on_gpu, on_host, LAYOUT_DIM, back);                                                \
+        }                                                                                                              \
+    }
+
 /* ---- MLA: the latent vector and its rotary part come apart and lie together ---- */
 
 typedef struct layout_mla {
@@ -469,20 +485,7 @@ static void layout_page_head_tables(layout_call *c)
     layout_transfer(c, d, LAYOUT_COUNT);
 }
 
-static void layout_page_head_expect(void *memory, int back)
-{
-    layout_page_head *const m = (layout_page_head *)memory;
-    for (int i = 0; i < LAYOUT_COUNT; i++) {
-        const int64_t slot = m->names.slot[i], host = m->names.host[i];
-        if (!layout_moves(&m->names, i, LAYOUT_SLOTS, LAYOUT_HOST))
-            continue;
-        for (int kv = 0; kv < 2; kv++)
-            for (int l = 0; l < LAYOUT_LAYERS; l++)
-                for (int h = 0; h < LAYOUT_HEADS; h++)
-                    layout_move(m->gpu[kv][l][slot][h], m->host[kv][host / LAYOUT_PAGE][h][host % LAYOUT_PAGE][l],
-                                LAYOUT_DIM, back);
-    }
-}
+LAYOUT_EXPECT(page_head, m->gpu[kv][l][slot][h], m->host[kv][host / LAYOUT_PAGE][h][host % LAYOUT_PAGE][l])
 
 /* page_unified: K and V of each layer, and all layers of a group of heads, are one run of a page. */
 enum { LAYOUT_GROUPS = 2, LAYOUT_IN_GROUP = LAYOUT_HEADS / LAYOUT_GROUPS };
@@ -506,22 +509,8 @@ static void layout_unified_tables(layout_call *c)
     layout_transfer(c, d, LAYOUT_COUNT);
 }
 
-static void layout_unified_expect(void *memory, int back)
-{
-    layout_unified *const m = (layout_unified *)memory;
-    for (int i = 0; i < LAYOUT_COUNT; i++) {
-        const int64_t slot = m->names.slot[i], host = m->names.host[i];
-        if (!layout_moves(&m->names, i, LAYOUT_SLOTS, LAYOUT_HOST))
-            continue;
-        for (int kv = 0; kv < 2; kv++)
-            for (int l = 0; l < LAYOUT_LAYERS; l++)
-                for (int h = 0; h < LAYOUT_HEADS; h++)
-                    layout_move(m->gpu[kv][l][slot][h],
-                                m->host[host / LAYOUT_PAGE][h / LAYOUT_IN_GROUP][l][kv][host % LAYOUT_PAGE]
-                                       [h % LAYOUT_IN_GROUP],
-                                LAYOUT_DIM, back);
-    }
-}
+LAYOUT_EXPECT(unified, m->gpu[kv][l][slot][h],
+              m->host[host / LAYOUT_PAGE][h / LAYOUT_IN_GROUP][l][kv][host % LAYOUT_PAGE][h % LAYOUT_IN_GROUP])
 
 /* MLA, page first. The layers of the GPU lie equally far apart, so they can be the pieces of one row: the host's row is
    then written from its first byte to its last. */
@@ -667,20 +656,8 @@ static void layout_named_tables(layout_call *c)
     layout_transfer(c, v, LAYOUT_COUNT);
 }
 
-static void layout_named_expect(void *memory, int back)
-{
-    layout_named *const m = (layout_named *)memory;
-    for (int i = 0; i < LAYOUT_COUNT; i++) {
-        const int64_t slot = m->names.slot[i], host = m->names.host[i];
-        if (!layout_moves(&m->names, i, LAYOUT_SLOTS, LAYOUT_HOST))
-            continue;
-        for (int kv = 0; kv < 2; kv++)
-            for (int l = 0; l < LAYOUT_LAYERS; l++)
-                for (int h = 0; h < LAYOUT_HEADS; h++)
-                    layout_move(m->gpu[slot / LAYOUT_PAGE][l][kv][h][slot % LAYOUT_PAGE],
-                                m->host[kv][host / LAYOUT_PAGE][h][host % LAYOUT_PAGE][l], LAYOUT_DIM, back);
-    }
-}
+LAYOUT_EXPECT(named, m->gpu[slot / LAYOUT_PAGE][l][kv][h][slot % LAYOUT_PAGE],
+              m->host[kv][host / LAYOUT_PAGE][h][host % LAYOUT_PAGE][l])
 
 /* ---- all of them ---- */
 
@@ -1333,7 +1310,7 @@ static inline void test_pack_errors(void)
     BAD(heads, 4, KVPRIM_ERROR_SIZE, "head 1 and heads 4");
     BAD(heads, -1, KVPRIM_ERROR_SIZE, "heads -1");
     BAD(staging, memory, KVPRIM_ERROR_SIZE, "staging_bytes is 0, less than the area's, 1080");
-    BAD(count, INT64_MAX / 4, KVPRIM_ERROR_SIZE, "too large");
+    BAD(count, INT64_MAX / 4, KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is 2305843009213693951, too large");
 #undef BAD
     d.count = 0;
     CHECK(kvprim_pack_plan(&d, &plan) == KVPRIM_OK && plan.bytes == 0 && plan.pack[0].count == 0);

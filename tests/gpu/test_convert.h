@@ -810,7 +810,8 @@ static void convert_presets(arena *a)
                 }
 }
 
-/* Plain rows of elements of 4 bits: scales of all types and in all places, tiles of all sizes, few rows and many. */
+/* Plain rows of elements of 4 bits: scales of all types and in all places, tiles of all sizes, few rows and many; and so
+   many tiles that a thread takes several. */
 static void convert_packed(arena *a)
 {
     static const int64_t tiles[] = {16, 32, 128, 16, 48, 512, 8, 64};
@@ -829,6 +830,13 @@ static void convert_packed(arena *a)
         c.scales = c.is_e8m0 ? kvprim_dtype(0) : types[n / 8 % 4];
         c.power_of_two = n % 7 == 3, c.inverse = n / 4 % 2, c.outer = n / 16 % 2;
         c.count = n % 3 ? 5 + n % 40 : 900, c.rows = c.count + 3, c.n = n / 5 * 3;
+        run_convert(a, &c);
+    }
+    for (unsigned n = 0; n < 2; n++) {
+        convert_case c = convert_case_of(n, KVPRIM_F4E2M1, KVPRIM_BF16, KVPRIM_SCALE_TILE);
+        c.form = CONVERT_STORE, c.v = NO_V, c.tile = 16, c.elements = 2048, c.dst = {n * 8, 0}, c.src = {0, 0};
+        c.where = OWN_MEMORY, c.is_e8m0 = n, c.scales = n ? kvprim_dtype(0) : KVPRIM_F8E4M3, c.outer = !n;
+        c.count = 20 * int64_t(kvpc_multiprocessors()), c.rows = c.count + 3;
         run_convert(a, &c);
     }
 }
