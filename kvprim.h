@@ -5577,9 +5577,7 @@ static const uint32_t kvpi_sha_k[64] = {
 static int kvpi_is_little(void)
 {
     const uint16_t one = 1;
-    uint8_t first;
-    memcpy(&first, &one, 1);
-    return first;
+    return *(const uint8_t *)&one;
 }
 
 KVPRIM_INLINE uint64_t kvpi_swapped(uint64_t v)
@@ -5619,39 +5617,37 @@ KVPRIM_INLINE uint32_t kvpi_rotated(uint32_t x, int right)
     return x >> right | x << (32 - right);
 }
 
-static void kvpi_sha_piece(const uint8_t *from, uint8_t *to, const uint8_t *data)
-{
-    uint32_t w[64], s[8];
-    for (int i = 0; i < 16; i++)
-        w[i] = (uint32_t)(kvpi_get_be(data + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
-    for (int i = 16; i < 64; i++) {
-        const uint32_t a = w[i - 15], b = w[i - 2];
-        w[i] = w[i - 16] + (kvpi_rotated(a, 7) ^ kvpi_rotated(a, 18) ^ a >> 3) + w[i - 7] +
-               (kvpi_rotated(b, 17) ^ kvpi_rotated(b, 19) ^ b >> 10);
-    }
-    for (int i = 0; i < 8; i++)
-        s[i] = (uint32_t)(kvpi_get_be(from + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
-    for (int i = 0; i < 64; i++) {
-        const uint32_t a = s[0], e = s[4];
-        const uint32_t t = s[7] + (kvpi_rotated(e, 6) ^ kvpi_rotated(e, 11) ^ kvpi_rotated(e, 25)) +
-                           ((e & s[5]) ^ (~e & s[6])) + kvpi_sha_k[i] + w[i];
-        const uint32_t u = (kvpi_rotated(a, 2) ^ kvpi_rotated(a, 13) ^ kvpi_rotated(a, 22)) +
-                           ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
-        memmove(s + 1, s, 7 * sizeof *s);
-        s[4] += t, s[0] = t + u;
-    }
-    for (int i = 0; i < 8; i += 2) {
-        const uint64_t old = kvpi_get_be(from + 4 * i);
-        kvpi_put_be(to + 4 * i, (uint64_t)(s[i] + (uint32_t)(old >> 32)) << 32 | (uint32_t)(s[i + 1] + (uint32_t)old));
-    }
-}
-
 static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data, size_t pieces,
                               int lanes)
 {
-    for (int l = 0; l < lanes; l++)
-        for (size_t i = 0; i < pieces; i++)
-            kvpi_sha_piece(i ? to[l] : from[l], to[l], data[l] + 64 * i);
+    for (size_t n = 0; n < pieces * (size_t)lanes; n++) {
+        const size_t l = n / pieces, piece = n % pieces;
+        const uint8_t *const state = piece ? to[l] : from[l], *const at = data[l] + 64 * piece;
+        uint32_t w[64], s[8];
+        for (int i = 0; i < 16; i++)
+            w[i] = (uint32_t)(kvpi_get_be(at + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
+        for (int i = 16; i < 64; i++) {
+            const uint32_t a = w[i - 15], b = w[i - 2];
+            w[i] = w[i - 16] + (kvpi_rotated(a, 7) ^ kvpi_rotated(a, 18) ^ a >> 3) + w[i - 7] +
+                   (kvpi_rotated(b, 17) ^ kvpi_rotated(b, 19) ^ b >> 10);
+        }
+        for (int i = 0; i < 8; i++)
+            s[i] = (uint32_t)(kvpi_get_be(state + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
+        for (int i = 0; i < 64; i++) {
+            const uint32_t a = s[0], e = s[4];
+            const uint32_t t = s[7] + (kvpi_rotated(e, 6) ^ kvpi_rotated(e, 11) ^ kvpi_rotated(e, 25)) +
+                               ((e & s[5]) ^ (~e & s[6])) + kvpi_sha_k[i] + w[i];
+            const uint32_t u = (kvpi_rotated(a, 2) ^ kvpi_rotated(a, 13) ^ kvpi_rotated(a, 22)) +
+                               ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
+            memmove(s + 1, s, 7 * sizeof *s);
+            s[4] += t, s[0] = t + u;
+        }
+        for (int i = 0; i < 8; i += 2) {
+            const uint64_t old = kvpi_get_be(state + 4 * i);
+            const uint32_t high = s[i] + (uint32_t)(old >> 32), low = s[i + 1] + (uint32_t)old;
+            kvpi_put_be(to[l] + 4 * i, (uint64_t)high << 32 | low);
+        }
+    }
 }
 
 #if defined(KVPRIM_X86)
@@ -5659,41 +5655,37 @@ static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, co
 #define KVPRIM_SUM _mm_add_epi32
 typedef __m128i kvpi_words; /* four of a message or a state */
 
-/* Rounds 4 * i to 4 * i + 3 of a state, and the words of the message for rounds that are 16 later. */
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const int i)
+/* Order: the bytes of words from memory as numbers, the first word lowest, or highest. */
+KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_swap(kvpi_words x, int highest)
 {
-    const kvpi_words k = _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + 4 * i));
-    const kvpi_words t = _mm_add_epi32(w[i % 4], k), far = _mm_alignr_epi8(w[(i + 3) % 4], w[(i + 2) % 4], 4);
+    return _mm_shuffle_epi8(x, highest ? _mm_set_epi64x(0x0001020304050607, 0x08090a0b0c0d0e0f)
+                                       : _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
+}
+
+/* Rounds 4 * i to 4 * i + 3 of a state. w: the last 16 words of the message. */
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const uint8_t *data, const int i)
+{
+    w[i % 4] = i < 4 ? kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)(data + 16 * i)), 0)
+                     : _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]),
+                                                          _mm_alignr_epi8(w[(i + 3) % 4], w[(i + 2) % 4], 4)),
+                                            w[(i + 3) % 4]);
+    const kvpi_words t = _mm_add_epi32(w[i % 4], _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + 4 * i)));
     s[1] = _mm_sha256rnds2_epu32(s[1], s[0], t);
     s[0] = _mm_sha256rnds2_epu32(s[0], s[1], _mm_shuffle_epi32(t, 0x0e));
-    if (i < 12)
-        w[i % 4] =
-            _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]), far), w[(i + 3) % 4]);
-}
-
-KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_swap(kvpi_words x)
-{
-    return _mm_shuffle_epi8(x, _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
-}
-
-KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_load(const uint8_t *p)
-{
-    return kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)p));
 }
 
 /* The instructions want the words a, b, e and f of a state together, and c, d, g and h. */
 KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_begin(kvpi_words *s, const uint8_t *state)
 {
-    const kvpi_words badc = _mm_shuffle_epi32(kvpi_sha_load(state), 0xb1);
-    const kvpi_words hgfe = _mm_shuffle_epi32(kvpi_sha_load(state + 16), 0x1b);
-    s[0] = _mm_alignr_epi8(badc, hgfe, 8), s[1] = _mm_blend_epi16(hgfe, badc, 0xf0);
+    const kvpi_words abcd = kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)state), 1);
+    const kvpi_words efgh = kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)(state + 16)), 1);
+    s[0] = _mm_unpackhi_epi64(efgh, abcd), s[1] = _mm_unpacklo_epi64(efgh, abcd);
 }
 
 KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 {
-    const kvpi_words abef = _mm_shuffle_epi32(s[0], 0x1b), ghcd = _mm_shuffle_epi32(s[1], 0xb1);
-    _mm_storeu_si128((__m128i *)(void *)state, kvpi_sha_swap(_mm_blend_epi16(abef, ghcd, 0xf0)));
-    _mm_storeu_si128((__m128i *)(void *)(state + 16), kvpi_sha_swap(_mm_alignr_epi8(ghcd, abef, 8)));
+    _mm_storeu_si128((__m128i *)(void *)state, kvpi_sha_swap(_mm_unpackhi_epi64(s[1], s[0]), 1));
+    _mm_storeu_si128((__m128i *)(void *)(state + 16), kvpi_sha_swap(_mm_unpacklo_epi64(s[1], s[0]), 1));
 }
 #elif defined(KVPRIM_ARM_SHA)
 #ifdef __clang__
@@ -5704,17 +5696,17 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 #define KVPRIM_SUM vaddq_u32
 typedef uint32x4_t kvpi_words;
 
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const int i)
-{
-    const kvpi_words t = vaddq_u32(w[i % 4], vld1q_u32(kvpi_sha_k + 4 * i)), before = s[0];
-    s[0] = vsha256hq_u32(s[0], s[1], t), s[1] = vsha256h2q_u32(s[1], before, t);
-    if (i < 12)
-        w[i % 4] = vsha256su1q_u32(vsha256su0q_u32(w[i % 4], w[(i + 1) % 4]), w[(i + 2) % 4], w[(i + 3) % 4]);
-}
-
 KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_load(const uint8_t *p)
 {
     return vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(p)));
+}
+
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const uint8_t *data, const int i)
+{
+    w[i % 4] = i < 4 ? kvpi_sha_load(data + 16 * i)
+                     : vsha256su1q_u32(vsha256su0q_u32(w[i % 4], w[(i + 1) % 4]), w[(i + 2) % 4], w[(i + 3) % 4]);
+    const kvpi_words t = vaddq_u32(w[i % 4], vld1q_u32(kvpi_sha_k + 4 * i)), before = s[0];
+    s[0] = vsha256hq_u32(s[0], s[1], t), s[1] = vsha256h2q_u32(s[1], before, t);
 }
 
 KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_begin(kvpi_words *s, const uint8_t *state)
@@ -5739,15 +5731,10 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t
     kvpi_sha_begin(t, from[lanes - 1]);
     for (size_t p = 0; p < 64 * pieces; p += 64) {
         const kvpi_words s0 = s[0], s1 = s[1], t0 = t[0], t1 = t[1];
-        const uint8_t *const a = data[0] + p, *const b = data[lanes - 1] + p;
-        v[0] = kvpi_sha_load(a), v[1] = kvpi_sha_load(a + 16), v[2] = kvpi_sha_load(a + 32),
-        v[3] = kvpi_sha_load(a + 48);
-        w[0] = kvpi_sha_load(b), w[1] = kvpi_sha_load(b + 16), w[2] = kvpi_sha_load(b + 32),
-        w[3] = kvpi_sha_load(b + 48);
 #define KVPRIM_SHA_BOTH(i)                                                                                             \
-    kvpi_sha_rounds(s, v, i);                                                                                          \
+    kvpi_sha_rounds(s, v, data[0] + p, i);                                                                             \
     if (lanes == 2)                                                                                                    \
-    kvpi_sha_rounds(t, w, i)
+    kvpi_sha_rounds(t, w, data[1] + p, i)
 #define KVPRIM_SHA_FOUR(i)                                                                                             \
     KVPRIM_SHA_BOTH(i);                                                                                                \
     KVPRIM_SHA_BOTH(i + 1);                                                                                            \
@@ -5778,30 +5765,42 @@ KVPRIM_SHA static void kvpi_sha_fast(const uint8_t *const *from, uint8_t *const 
 #endif
 
 #ifdef KVPRIM_SHA
-static kvpi_sha_fn *kvpi_sha; /* once it is picked: a virtual machine takes many microseconds for cpuid */
+enum { kvpi_isa_known = 1, kvpi_isa_sha = 2, kvpi_isa_vbmi2 = 4 };
+static uint32_t kvpi_isa; /* 0 until it is asked for: a virtual machine takes many microseconds for cpuid */
+
+static uint32_t kvpi_isa_of_keys(void)
+{
+    uint32_t isa = __atomic_load_n(&kvpi_isa, __ATOMIC_RELAXED);
+    if (KVPRIM_LIKELY(isa))
+        return isa;
+    isa = kvpi_isa_known;
+#if defined(KVPRIM_X86)
+    uint32_t r[4];
+    kvpi_cpuid(1, r);
+    const uint32_t sse = r[2] >> 9 & r[2] >> 19 & 1; /* SSSE3, SSE4.1 */
+    kvpi_cpuid(0, r);
+    if (r[0] >= 7) {
+        kvpi_cpuid(7, r);
+        isa |= r[1] >> 29 & sse ? kvpi_isa_sha : 0;
+        isa |= r[1] >> 8 & r[2] >> 6 & (uint32_t)kvpi_has_avx512() ? kvpi_isa_vbmi2 : 0; /* and BMI2 */
+    }
+#elif defined(__ARM_FEATURE_SHA2)
+    isa |= kvpi_isa_sha;
+#else
+    isa |= getauxval(AT_HWCAP) & 1 << 6 ? kvpi_isa_sha : 0; /* HWCAP_SHA2 */
+#endif
+    __atomic_store_n(&kvpi_isa, isa, __ATOMIC_RELAXED); /* threads that race here all store the same */
+    return isa;
+}
 #endif
 
 static kvpi_sha_fn *kvpi_sha_picked(void)
 {
-    kvpi_sha_fn *sha = kvpi_sha_portable;
 #ifdef KVPRIM_SHA
-    if (__atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED))
-        return __atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED);
-#if defined(KVPRIM_X86)
-    uint32_t r[4], has = 0;
-    kvpi_cpuid(0, r);
-    if (r[0] >= 7)
-        kvpi_cpuid(7, r), has = r[1] >> 29 & 1; /* SHA, and SSSE3 and SSE4.1 */
-    kvpi_cpuid(1, r);
-    sha = has & r[2] >> 9 & r[2] >> 19 ? kvpi_sha_fast : sha;
-#elif defined(__ARM_FEATURE_SHA2)
-    sha = kvpi_sha_fast;
-#else
-    sha = getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : sha; /* HWCAP_SHA2 */
+    if (kvpi_isa_of_keys() & kvpi_isa_sha)
+        return kvpi_sha_fast;
 #endif
-    __atomic_store_n(&kvpi_sha, sha, __ATOMIC_RELAXED); /* threads that race here all store the same pointer */
-#endif
-    return sha;
+    return kvpi_sha_portable;
 }
 
 static const uint8_t kvpi_sha_start[33] = "\x6a\x09\xe6\x67\xbb\x67\xae\x85\x3c\x6e\xf3\x72\xa5\x4f\xf5\x3a"
@@ -5914,40 +5913,38 @@ KVPRIM_INLINE uint8_t *kvpi_put_cbor(uint8_t *p, uint64_t type, uint64_t u)
 }
 
 #ifdef KVPRIM_X86
-/* Eight tokens at a time: each becomes a word of 8 bytes, from which the bytes go that its size does not have. Stops at
-   tokens that are no int32, and adds to *done how many it wrote. Up to 64 bytes more change. */
+/* Eight tokens at a time, from token *i on: each becomes a word of 8 bytes, from which the bytes go that its size does
+   not have. Stops at tokens that are no int32. Up to 64 bytes more change. */
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,bmi2,popcnt"))) static uint8_t *
-kvpi_put_eights(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t n, int form, int64_t *done)
+kvpi_put_eights(uint8_t *p, const kvprim_keys_desc *d, int form, int64_t *i)
 {
     const __mmask8 all = 0xff; /* gcc 12's forms without a mask are said to read something uninitialized */
+    const uint64_t each = 0x0101010101010101, cbor = form == kvpi_cbor;
     const __m256i zero = _mm256_setzero_si256();
     const __m256i swap = _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
-    for (; *done + 8 <= n; *done += 8) {
+    for (const int64_t end = *i + d->block_tokens; *i + 8 <= end; *i += 8) {
         __m256i v = zero;
-        if (narrow) {
-            v = _mm256_loadu_si256((const __m256i *)(const void *)(narrow + *done));
+        if (d->token_type == KVPRIM_I32) {
+            v = _mm256_loadu_si256((const __m256i *)(const void *)((const int32_t *)d->tokens + *i));
         } else {
-            const __m512i x = _mm512_loadu_si512(wide + *done);
+            const __m512i x = _mm512_loadu_si512((const int64_t *)d->tokens + *i);
             v = _mm512_maskz_cvtepi64_epi32(all, x);
             if (_mm512_cmpneq_epi64_mask(_mm512_maskz_cvtepi32_epi64(all, v), x))
                 break;
         }
-        const __m256i sign = form == kvpi_cbor ? _mm256_srai_epi32(v, 31) : zero, w = _mm256_xor_si256(v, sign);
+        /* Pickle: 'K' or 'M' and 1 or 2 bytes, 'J' and 4. CBOR: a byte, or 24, 25 or 26 and 1, 2 or 4; 32 more if it is
+           negative. */
+        const __m256i sign = cbor ? _mm256_srai_epi32(v, 31) : zero, w = _mm256_xor_si256(v, sign);
+        const __mmask8 one = _mm256_cmpge_epu32_mask(w, _mm256_set1_epi32(cbor ? 24 : 0));
         const __mmask8 two = _mm256_cmpgt_epu32_mask(w, _mm256_set1_epi32(0xff));
         const __mmask8 four = _mm256_cmpgt_epu32_mask(w, _mm256_set1_epi32(0xffff));
-        const __mmask8 one = _mm256_cmpgt_epu32_mask(w, _mm256_set1_epi32(23)); /* CBOR's */
-        __m256i head = _mm256_set1_epi32('K');
-        uint64_t keep =
-            0x0303030303030303 | _pdep_u64(two, 0x0404040404040404) | _pdep_u64(four, 0x0808080808080808) * 3;
-        if (form == kvpi_cbor) {
-            head = _mm256_mask_mov_epi32(w, one, _mm256_set1_epi32(24));
-            head = _mm256_or_si256(head, _mm256_and_si256(sign, _mm256_set1_epi32(0x20)));
-            keep = 0x0101010101010101 | _pdep_u64(one, 0x1010101010101010) | _pdep_u64(two, 0x0808080808080808) |
-                   _pdep_u64(four, 0x0202020202020202) * 3;
-        }
-        head = _mm256_mask_add_epi32(head, two, head, _mm256_set1_epi32(form == kvpi_cbor ? 1 : 'M' - 'K'));
-        head = _mm256_mask_add_epi32(head, four, head, _mm256_set1_epi32(form == kvpi_cbor ? 1 : 'J' - 'M'));
-        const __m256i rest = form == kvpi_cbor ? _mm256_shuffle_epi8(w, swap) : w;
+        const uint64_t keep = each | _pdep_u64(one, each * (cbor ? 16 : 2)) | _pdep_u64(two, each * (cbor ? 8 : 4)) |
+                              _pdep_u64(four, each * (cbor ? 2 : 8)) * 3;
+        __m256i head = _mm256_mask_mov_epi32(w, one, _mm256_set1_epi32(cbor ? 24 : 'K'));
+        head = _mm256_or_si256(head, _mm256_and_si256(sign, _mm256_set1_epi32(0x20)));
+        head = _mm256_mask_add_epi32(head, two, head, _mm256_set1_epi32(cbor ? 1 : 'M' - 'K'));
+        head = _mm256_mask_add_epi32(head, four, head, _mm256_set1_epi32(cbor ? 1 : 'J' - 'M'));
+        const __m256i rest = cbor ? _mm256_shuffle_epi8(w, swap) : w;
         const __m512i words = _mm512_or_si512(_mm512_maskz_slli_epi64(all, _mm512_maskz_cvtepu32_epi64(all, rest), 8),
                                               _mm512_maskz_cvtepu32_epi64(all, head));
         _mm512_storeu_si512(p, _mm512_maskz_compress_epi8(keep, words));
@@ -5955,33 +5952,21 @@ kvpi_put_eights(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t 
     }
     return p;
 }
-
-/* Asked once: a virtual machine takes many microseconds for cpuid. */
-static int kvpi_has_vbmi2(void)
-{
-    static int known; /* 1: no, 2: yes */
-    if (!__atomic_load_n(&known, __ATOMIC_RELAXED)) {
-        uint32_t r[4] = {0, 0, 0, 0};
-        if (kvpi_has_avx512())
-            kvpi_cpuid(7, r);
-        __atomic_store_n(&known, 1 + (int)(r[2] >> 6 & r[1] >> 8 & 1), __ATOMIC_RELAXED); /* and BMI2 */
-    }
-    return __atomic_load_n(&known, __ATOMIC_RELAXED) == 2 && kvpi_has_avx512();
-}
 #endif
 
-/* is_narrow and form are constants. */
-KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const kvprim_keys_desc *d, int64_t first, int is_narrow, int form)
+/* type and form are constants. */
+KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const kvprim_keys_desc *d, int64_t first, kvprim_index_type type,
+                                       int form)
 {
-    const int32_t *const narrow = is_narrow ? (const int32_t *)d->tokens + first : NULL;
-    const int64_t *const wide = is_narrow ? NULL : (const int64_t *)d->tokens + first;
-    int64_t i = 0;
+    const void *const tokens = d->tokens; /* what p points to may be d for all that a compiler knows */
+    const int64_t end = first + d->block_tokens;
+    int64_t i = first;
 #ifdef KVPRIM_X86
-    if (kvpi_has_vbmi2())
-        p = kvpi_put_eights(p, narrow, wide, d->block_tokens, form, &i);
+    if (__atomic_load_n(&kvpi_isa, __ATOMIC_RELAXED) & kvpi_isa_vbmi2) /* kvpi_run_keys has asked */
+        p = kvpi_put_eights(p, d, form, &i);
 #endif
-    for (; i < d->block_tokens; i++) {
-        const int64_t v = is_narrow ? narrow[i] : wide[i];
+    for (; i < end; i++) {
+        const int64_t v = kvpi_element(tokens, type, i);
         p = form == kvpi_pickle ? kvpi_put_pickled(p, v)
             : v >= 0            ? kvpi_put_cbor(p, 0, (uint64_t)v)
                                 : kvpi_put_cbor(p, 1, (uint64_t)~v);
@@ -6037,7 +6022,8 @@ static size_t kvpi_key_message(kvpi_chain *c, int sha)
         p = kvpi_put(*hole, c->parent, c->parent_bytes);
         p[0] = 0x94, p[1] = '('; /* MEMOIZE; MARK, but up to three tokens have a TUPLE of their own */
         p += n > 3 ? 2 : 1;
-        p = narrow ? kvpi_put_tokens(p, d, first, 1, kvpi_pickle) : kvpi_put_tokens(p, d, first, 0, kvpi_pickle);
+        p = narrow ? kvpi_put_tokens(p, d, first, KVPRIM_I32, kvpi_pickle)
+                   : kvpi_put_tokens(p, d, first, KVPRIM_I64, kvpi_pickle);
         p[0] = (uint8_t)(n > 3 ? 't' : 0x84 + n), p[1] = 0x94, p[2] = 'N';
         p = extra ? kvpi_put(p + 2, extra->data, (size_t)extra->bytes) : p + 3;
         p[0] = 0x87, p[1] = 0x94, p[2] = '.', p += 3; /* TUPLE3 */
@@ -6046,7 +6032,8 @@ static size_t kvpi_key_message(kvpi_chain *c, int sha)
         *p++ = 0x83; /* an array of three */
         p = kvpi_put_cbor(p, number ? 0 : 2, number ? kvpi_get_be(c->parent) : c->parent_bytes);
         p = kvpi_put_cbor(kvpi_put(*hole = p, c->parent, number ? 0 : c->parent_bytes), 4, (uint64_t)n);
-        p = narrow ? kvpi_put_tokens(p, d, first, 1, kvpi_cbor) : kvpi_put_tokens(p, d, first, 0, kvpi_cbor);
+        p = narrow ? kvpi_put_tokens(p, d, first, KVPRIM_I32, kvpi_cbor)
+                   : kvpi_put_tokens(p, d, first, KVPRIM_I64, kvpi_cbor);
         *p = number ? 0x80 : 0xf6; /* an empty tuple, or None */
         p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : p + 1;
     } else {
