@@ -5608,21 +5608,24 @@ KVPRIM_INLINE uint64_t kvpi_get_be(const uint8_t *p)
     return kvpi_is_little() ? kvpi_swapped(v) : v;
 }
 
-/* Adds `pieces` pieces of 64 bytes of each lane's data to a state, and writes the next one, which may be the same. */
-typedef void kvpi_sha_fn(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data, size_t pieces,
-                         int lanes);
+/* A chain under way: `pieces` pieces of 64 bytes at `at` change a state, and the next one goes to `to`. */
+typedef struct kvpi_lane {
+    const uint8_t *state, *at;
+    uint8_t *to;
+    size_t pieces;
+} kvpi_lane;
 
 KVPRIM_INLINE uint32_t kvpi_rotated(uint32_t x, int right)
 {
     return x >> right | x << (32 - right);
 }
 
-static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data, size_t pieces,
-                              int lanes)
+static void kvpi_sha_portable(kvpi_lane *const *lanes, int n, size_t pieces)
 {
-    for (size_t n = 0; n < pieces * (size_t)lanes; n++) {
-        const size_t l = n / pieces, piece = n % pieces;
-        const uint8_t *const state = piece ? to[l] : from[l], *const at = data[l] + 64 * piece;
+    for (size_t k = 0; k < pieces * (size_t)n; k++) {
+        const size_t piece = k % pieces;
+        const kvpi_lane *const lane = lanes[k / pieces];
+        const uint8_t *const state = piece ? lane->to : lane->state, *const at = lane->at + 64 * piece;
         uint32_t w[64], s[8];
         for (int i = 0; i < 16; i++)
             w[i] = (uint32_t)(kvpi_get_be(at + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
@@ -5645,7 +5648,7 @@ static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, co
         for (int i = 0; i < 8; i += 2) {
             const uint64_t old = kvpi_get_be(state + 4 * i);
             const uint32_t high = s[i] + (uint32_t)(old >> 32), low = s[i + 1] + (uint32_t)old;
-            kvpi_put_be(to[l] + 4 * i, (uint64_t)high << 32 | low);
+            kvpi_put_be(lane->to + 4 * i, (uint64_t)high << 32 | low);
         }
     }
 }
@@ -5723,18 +5726,18 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 
 #ifdef KVPRIM_SHA
 /* A chain waits for the result of each round: two of them keep the units busy. */
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data,
-                                             size_t pieces, const int lanes)
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(kvpi_lane *const *lanes, const int n, size_t pieces)
 {
+    const kvpi_lane *const a = lanes[0], *const b = lanes[n - 1];
     kvpi_words s[2], t[2], v[4], w[4];
-    kvpi_sha_begin(s, from[0]);
-    kvpi_sha_begin(t, from[lanes - 1]);
+    kvpi_sha_begin(s, a->state);
+    kvpi_sha_begin(t, b->state);
     for (size_t p = 0; p < 64 * pieces; p += 64) {
         const kvpi_words s0 = s[0], s1 = s[1], t0 = t[0], t1 = t[1];
 #define KVPRIM_SHA_BOTH(i)                                                                                             \
-    kvpi_sha_rounds(s, v, data[0] + p, i);                                                                             \
-    if (lanes == 2)                                                                                                    \
-    kvpi_sha_rounds(t, w, data[1] + p, i)
+    kvpi_sha_rounds(s, v, a->at + p, i);                                                                               \
+    if (n == 2)                                                                                                        \
+    kvpi_sha_rounds(t, w, b->at + p, i)
 #define KVPRIM_SHA_FOUR(i)                                                                                             \
     KVPRIM_SHA_BOTH(i);                                                                                                \
     KVPRIM_SHA_BOTH(i + 1);                                                                                            \
@@ -5749,22 +5752,19 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t
         s[0] = KVPRIM_SUM(s[0], s0), s[1] = KVPRIM_SUM(s[1], s1);
         t[0] = KVPRIM_SUM(t[0], t0), t[1] = KVPRIM_SUM(t[1], t1);
     }
-    kvpi_sha_end(s, to[0]);
-    if (lanes == 2)
-        kvpi_sha_end(t, to[1]);
+    kvpi_sha_end(s, a->to);
+    if (n == 2)
+        kvpi_sha_end(t, b->to);
 }
 
-KVPRIM_SHA static void kvpi_sha_fast(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data,
-                                     size_t pieces, int lanes)
+KVPRIM_SHA static void kvpi_sha_fast(kvpi_lane *const *lanes, int n, size_t pieces)
 {
-    if (lanes == 2)
-        kvpi_sha_lanes(from, to, data, pieces, 2);
+    if (n == 2)
+        kvpi_sha_lanes(lanes, 2, pieces);
     else
-        kvpi_sha_lanes(from, to, data, pieces, 1);
+        kvpi_sha_lanes(lanes, 1, pieces);
 }
-#endif
 
-#ifdef KVPRIM_SHA
 enum { kvpi_isa_known = 1, kvpi_isa_sha = 2, kvpi_isa_vbmi2 = 4 };
 static uint32_t kvpi_isa; /* 0 until it is asked for: a virtual machine takes many microseconds for cpuid */
 
@@ -5794,13 +5794,18 @@ static uint32_t kvpi_isa_of_keys(void)
 }
 #endif
 
-static kvpi_sha_fn *kvpi_sha_picked(void)
+/* Runs one or two lanes, until one of them has read its pieces. */
+static void kvpi_sha_run(kvpi_lane *const *lanes, int n)
 {
+    const size_t pieces = kvpi_min(lanes[0]->pieces, lanes[n - 1]->pieces);
 #ifdef KVPRIM_SHA
     if (kvpi_isa_of_keys() & kvpi_isa_sha)
-        return kvpi_sha_fast;
+        kvpi_sha_fast(lanes, n, pieces);
+    else
 #endif
-    return kvpi_sha_portable;
+        kvpi_sha_portable(lanes, n, pieces);
+    for (int l = 0; l < n; l++)
+        lanes[l]->state = lanes[l]->to, lanes[l]->at += 64 * pieces, lanes[l]->pieces -= pieces;
 }
 
 static const uint8_t kvpi_sha_start[33] = "\x6a\x09\xe6\x67\xbb\x67\xae\x85\x3c\x6e\xf3\x72\xa5\x4f\xf5\x3a"
@@ -5818,14 +5823,14 @@ KVPRIM_INLINE size_t kvpi_sha_pad(uint8_t *data, size_t bytes, uint64_t all)
 
 KVPRIM_API void kvprim_sha256(const void *data, size_t bytes, void *digest)
 {
-    uint8_t end[136], *const to = (uint8_t *)digest;
-    const uint8_t *from = kvpi_sha_start, *at = (const uint8_t *)data;
+    uint8_t end[136];
+    kvpi_lane lane = {kvpi_sha_start, (const uint8_t *)data, (uint8_t *)digest, bytes / 64}, *const one = &lane;
     if (bytes >= 64)
-        kvpi_sha_picked()(&from, &to, &at, bytes / 64, 1);
+        kvpi_sha_run(&one, 1);
     if (bytes % 64)
-        memcpy(end, at + bytes / 64 * 64, bytes % 64);
-    from = bytes >= 64 ? to : from, at = end;
-    kvpi_sha_picked()(&from, &to, &at, kvpi_sha_pad(end, bytes % 64, bytes), 1);
+        memcpy(end, lane.at, bytes % 64);
+    lane.at = end, lane.pieces = kvpi_sha_pad(end, bytes % 64, bytes);
+    kvpi_sha_run(&one, 1);
 }
 
 /* >>impl_keys ------------------------------------------------------------------------------------------------------ */
@@ -5840,20 +5845,24 @@ enum { kvpi_by_sha, kvpi_by_xxh3, kvpi_pickle, kvpi_cbor, kvpi_raw };
 typedef struct kvpi_key_rule {
     int hash, form, bytes, extra; /* bytes of a key; extra for a block: 0, 1, or 2: any number */
     int64_t least, most;          /* tokens */
+    int first_bytes;              /* the first parent is the SHA-256 of these; none: zeros */
+    const char *first;
 } kvpi_key_rule;
 
 /* NULL for an unknown rule. */
 static const kvpi_key_rule *kvpi_rule_of(kvprim_key_rule rule)
 {
-    static const kvpi_key_rule rules[] = {{kvpi_by_sha, kvpi_pickle, 32, 1, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_sha, kvpi_cbor, 32, 1, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_xxh3, kvpi_pickle, 16, 1, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_xxh3, kvpi_cbor, 16, 1, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_sha, kvpi_raw, 32, 0, 0, INT64_MAX},
-                                          {kvpi_by_sha, kvpi_raw, 32, 2, 0, INT32_MAX},
-                                          {kvpi_by_sha, kvpi_cbor, 8, 0, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_xxh3, kvpi_raw, 8, 1, 0, UINT32_MAX},
-                                          {kvpi_by_xxh3, kvpi_raw, 16, 0, INT32_MIN, INT32_MAX}};
+    static const kvpi_key_rule rules[] = {
+        {kvpi_by_sha, kvpi_pickle, 32, 1, INT64_MIN, INT64_MAX, 29,
+         "\x80\x05\x95\x12\0\0\0\0\0\0\0\x8c\x0evllm-none-hash\x94."},
+        {kvpi_by_sha, kvpi_cbor, 32, 1, INT64_MIN, INT64_MAX, 15, "\x6evllm-none-hash"},
+        {kvpi_by_xxh3, kvpi_pickle, 16, 1, INT64_MIN, INT64_MAX, 0, NULL},
+        {kvpi_by_xxh3, kvpi_cbor, 16, 1, INT64_MIN, INT64_MAX, 0, NULL},
+        {kvpi_by_sha, kvpi_raw, 32, 0, 0, INT64_MAX, 0, NULL},
+        {kvpi_by_sha, kvpi_raw, 32, 2, 0, INT32_MAX, 1, ""},
+        {kvpi_by_sha, kvpi_cbor, 8, 0, INT64_MIN, INT64_MAX, 0, NULL},
+        {kvpi_by_xxh3, kvpi_raw, 8, 1, 0, UINT32_MAX, 0, NULL},
+        {kvpi_by_xxh3, kvpi_raw, 16, 0, INT32_MIN, INT32_MAX, 0, NULL}};
     return rule >= KVPRIM_KEY_VLLM_SHA256 && rule <= KVPRIM_KEY_XXH3 ? &rules[rule - 1] : NULL;
 }
 
@@ -5866,17 +5875,11 @@ typedef struct kvpi_chain {
     size_t parent_bytes;
     int64_t blocks, block, written; /* the block that is hashed; messages so far */
     uint8_t *key;                   /* of this block */
-    const uint8_t *from, *at;       /* the state and what SHA-256 reads next, `pieces` of 64 bytes */
-    uint8_t *to;
-    size_t pieces, ready[2], half; /* messages alternate between the halves of `data`, if they fit, ... */
-    uint8_t *hole[2];              /* ... and are written before their parent is known, which goes here */
-    uint8_t first[32], state[32], data[KVPRIM_MAX_KEY_BLOCK + 256];
+    kvpi_lane lane;
+    size_t ready[2], half; /* messages alternate between the halves of `data`, if they fit, ... */
+    uint8_t *hole[2];      /* ... and are written before their parent is known, which goes here */
+    uint8_t first[32], digest[32], data[KVPRIM_MAX_KEY_BLOCK + 256];
 } kvpi_chain;
-
-static int64_t kvpi_blocks_of(const kvprim_keys_desc *d)
-{
-    return (d->count - (d->bigrams != 0)) / d->block_tokens;
-}
 
 /* These write a token, and some bytes more, and return where it ends. There is no branch for what is hard to foresee,
    whether a token has 2 bytes or 4. */
@@ -6064,21 +6067,17 @@ KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c)
 
 static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
 {
-    static const char seed[] = "\x80\x05\x95\x12\0\0\0\0\0\0\0\x8c\x0evllm-none-hash\x94."; /* pickled; in CBOR: */
     memset(c, 0, offsetof(kvpi_chain, data));
-    c->d = d, c->rule = kvpi_rule_of(d->rule), c->blocks = kvpi_blocks_of(d), c->key = (uint8_t *)d->keys;
+    c->d = d, c->rule = kvpi_rule_of(d->rule), c->blocks = (d->count - d->bigrams) / d->block_tokens,
+    c->key = (uint8_t *)d->keys;
     c->extra = d->extra, c->extra_end = d->extra_count ? d->extra + d->extra_count : d->extra;
     c->parent_bytes = (size_t)(d->parent && d->parent_bytes ? d->parent_bytes : c->rule->bytes);
     c->half = c->rule->bytes == 32 && !d->extra_count && d->block_tokens <= 600 ? sizeof c->data / 2 : 0;
     c->parent = d->parent ? (const uint8_t *)d->parent : c->first;
     if (!d->parent && d->rule == KVPRIM_KEY_SGLANG)
         c->parent_bytes = 0;
-    else if (!d->parent && d->rule == KVPRIM_KEY_TRTLLM)
-        kvprim_sha256("", 1, c->first);
-    else if (!d->parent && c->rule->form == kvpi_pickle)
-        kvprim_sha256(seed, sizeof seed - 1, c->first);
-    else if (!d->parent && d->rule == KVPRIM_KEY_VLLM_SHA256_CBOR)
-        kvprim_sha256("\x6evllm-none-hash", 15, c->first);
+    if (!d->parent && c->rule->first)
+        kvprim_sha256(c->rule->first, (size_t)c->rule->first_bytes, c->first);
 }
 
 static void kvpi_keys_xxh3(kvpi_chain *c)
@@ -6111,12 +6110,10 @@ static void kvpi_keys_xxh3(kvpi_chain *c)
 /* Ends a block that has been read, and begins the next one, of the next request if need be. 0 when all are done. */
 static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvprim_keys_desc *end)
 {
-    if (c->pieces) {
-        c->from = c->to;
+    if (c->lane.pieces)
         return 1;
-    }
     if (c->block < c->blocks) {
-        (void)kvpi_put(c->key, c->to, (size_t)c->rule->bytes);
+        (void)kvpi_put(c->key, c->lane.to, (size_t)c->rule->bytes);
         kvpi_end_block(c);
     }
     while (c->block >= c->blocks) {
@@ -6128,34 +6125,30 @@ static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvp
     }
     if (c->written == c->block)
         (void)kvpi_key_message(c, 1);
-    c->at = c->data + (size_t)(c->block & 1) * c->half, c->pieces = c->ready[c->block & 1];
-    c->from = kvpi_sha_start, c->to = c->state;
+    c->lane.at = c->data + (size_t)(c->block & 1) * c->half, c->lane.pieces = c->ready[c->block & 1];
+    c->lane.state = kvpi_sha_start, c->lane.to = c->digest;
     if (c->half && c->written < c->blocks) { /* while this block is hashed; its key goes there, where a parent does */
         c->parent = kvpi_sha_start, c->parent_bytes = (size_t)c->rule->bytes;
         (void)kvpi_key_message(c, 1);
-        c->to = c->hole[(c->block + 1) & 1];
+        c->lane.to = c->hole[(c->block + 1) & 1];
     }
     return 1;
 }
 
 static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
 {
-    kvpi_sha_fn *const sha = kvpi_sha_picked();
     const kvprim_keys_desc *next = requests, *const end = requests + n;
-    kvpi_chain c[2], *live[2];
-    c[0].block = c[1].block = c[0].blocks = c[1].blocks = 0, c[0].pieces = c[1].pieces = 0;
-    for (int lanes = 2; lanes > 0;) {
-        const uint8_t *from[2], *at[2];
-        uint8_t *to[2];
+    kvpi_chain c[2];
+    kvpi_lane *live[2];
+    int lanes = 2;
+    c[0].block = c[1].block = c[0].blocks = c[1].blocks = 0, c[0].lane.pieces = c[1].lane.pieces = 0;
+    while (lanes > 0) {
         lanes = 0;
         for (int l = 0; l < 2; l++)
             if (kvpi_sha_next(&c[l], &next, end))
-                live[lanes] = &c[l], from[lanes] = c[l].from, to[lanes] = c[l].to, at[lanes++] = c[l].at;
-        const size_t pieces = lanes ? kvpi_min(live[0]->pieces, live[lanes - 1]->pieces) : 0;
-        if (lanes)
-            sha(from, to, at, pieces, lanes);
-        for (int l = 0; l < lanes; l++)
-            live[l]->pieces -= pieces, live[l]->at += 64 * pieces;
+                live[lanes++] = &c[l].lane;
+        if (lanes > 0)
+            kvpi_sha_run(live, lanes);
     }
     for (next = requests; next < end; next++)
         if (next->count > 0 && kvpi_rule_of(next->rule)->hash == kvpi_by_xxh3) {
@@ -6237,7 +6230,8 @@ static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_des
     const int64_t each = (wide ? 10 : 5) << d->bigrams;
     KVPRIM_REFUSE(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE, block_tokens,
                   "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
-    const int64_t blocks = kvpi_blocks_of(d), n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
+    const int64_t blocks = (d->count - d->bigrams) / d->block_tokens,
+                  n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
     KVPRIM_REFUSE(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), ARGUMENT, extra_count,
                   "less than 0, or more than the rule takes");
     KVPRIM_REFUSE(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE, keys_bytes,
