@@ -1034,7 +1034,7 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 #endif
 
 /* For kvprim's headers alone. KVPRIM_LIKELY orders the code: a taken branch costs up to 2 cycles. KVPRIM_TRY returns
-   the status unless it is KVPRIM_OK. */
+   the status unless it is KVPRIM_OK, KVPRIM_REFUSE that of kvprim_fail() if the condition is met. */
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1)
 #else
@@ -1045,6 +1045,11 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
         const kvprim_status try_status = (call);                                                                       \
         if (!KVPRIM_LIKELY(try_status == KVPRIM_OK))                                                                   \
             return try_status;                                                                                         \
+    } while (0)
+#define KVPRIM_REFUSE(condition, status, ...)                                                                          \
+    do {                                                                                                               \
+        if (!KVPRIM_LIKELY(!(condition)))                                                                              \
+            return kvprim_fail(KVPRIM_ERROR_##status, __VA_ARGS__);                                                    \
     } while (0)
 
 /* For kvprim's headers alone: KVPRIM_RANGE(name) lasts until the function returns. */
@@ -2401,9 +2406,8 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
         return kvpi_fail_negative(m, side);
     if (t->rows < kvpi_used_rows(m, side))
         return kvpi_fail_field(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
-    if (t->rows == 0 && (t->data || side->layers || side->device_layers))
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.rows is 0, but its data is set", m->names->function,
-                           kvpi_name(m, side));
+    KVPRIM_REFUSE(t->rows == 0 && (t->data || side->layers || side->device_layers), SIZE,
+                  "%s: %s.rows is 0, but its data is set", m->names->function, kvpi_name(m, side));
     if (t->heads > 1 && piece * t->heads != row_bytes)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the bytes of a row,",
                                (uint64_t)row_bytes);
@@ -2534,32 +2538,27 @@ KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
 {
     const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
     const char *const function = m->names->function;
-    if (!dst || !src)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format is set, but %s.format is NULL", function,
-                           dst ? m->names->dst : m->names->src, dst ? m->names->src : m->names->dst);
+    KVPRIM_REFUSE(!dst || !src, ARGUMENT, "%s: %s.format is set, but %s.format is NULL", function,
+                  dst ? m->names->dst : m->names->src, dst ? m->names->src : m->names->dst);
     for (int k = 0; k < 2; k++)
         if (kvpi_dtype_bytes(k ? src->dtype : dst->dtype) == 0 && !kvpi_is_four_bit(k ? src->dtype : dst->dtype))
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.dtype is %d, which is no element type", function,
                                k ? m->names->src : m->names->dst, (int)(k ? src->dtype : dst->dtype));
-    if (!kvpi_same_bytes(dst, src) && !kvpi_converts(dst, src))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "%s: no conversion from %s.format.dtype, which is %d, to %s.format.dtype, which is %d",
-                           function, m->names->src, (int)src->dtype, m->names->dst, (int)dst->dtype);
-    if (m->same_cache && !kvpi_same_bytes(dst, src))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
-                           function, m->names->src, m->names->dst);
-    if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
-                           m->names->row_bytes, (long long)m->row_bytes);
+    KVPRIM_REFUSE(!kvpi_same_bytes(dst, src) && !kvpi_converts(dst, src), UNSUPPORTED,
+                  "%s: no conversion from %s.format.dtype, which is %d, to %s.format.dtype, which is %d", function,
+                  m->names->src, (int)src->dtype, m->names->dst, (int)dst->dtype);
+    KVPRIM_REFUSE(m->same_cache && !kvpi_same_bytes(dst, src), ARGUMENT,
+                  "%s: same_cache is 1, but elements of %s become those of %s", function, m->names->src, m->names->dst);
+    KVPRIM_REFUSE(m->row_bytes >= (int64_t)(kvpi_too_large / 4), SIZE, "%s: %s is %lld, too large for a conversion",
+                  function, m->names->row_bytes, (long long)m->row_bytes);
     const int64_t elements = kvpi_elements_in(src->dtype, m->row_bytes);
-    if (kvpi_bytes_of(src->dtype, elements) != m->row_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of an element's bytes, %d", function,
-                           m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
-    if (elements % kvpi_packed(m) != 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: %s is %lld, an odd number of elements, which %s.format.dtype packs "
-                           "in pairs",
-                           function, m->names->row_bytes, (long long)m->row_bytes, m->names->dst);
+    KVPRIM_REFUSE(kvpi_bytes_of(src->dtype, elements) != m->row_bytes, SIZE,
+                  "%s: %s is %lld, no multiple of an element's bytes, %d", function, m->names->row_bytes,
+                  (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
+    KVPRIM_REFUSE(elements % kvpi_packed(m) != 0, SIZE,
+                  "%s: %s is %lld, an odd number of elements, which %s.format.dtype packs "
+                  "in pairs",
+                  function, m->names->row_bytes, (long long)m->row_bytes, m->names->dst);
     m->dst.piece_bytes = kvpi_bytes_of(dst->dtype, elements);
     return KVPRIM_OK;
 }
@@ -2630,13 +2629,11 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
                   {"scales_bytes", f->scales_bytes, 0}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
         if (!KVPRIM_LIKELY(fields[k].value == 0)) {
-            if (fields[k].least ? kind < fields[k].least : !own)
-                return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
-                                   m->names->function, kvpi_name(m, side), fields[k].name, kind,
-                                   kind && !own ? " in the table's memory" : "");
-            if (fields[k].value < 0)
-                return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
-                                   kvpi_name(m, side), fields[k].name, (long long)fields[k].value);
+            KVPRIM_REFUSE(fields[k].least ? kind < fields[k].least : !own, ARGUMENT,
+                          "%s: %s.format.%s is set, but has no meaning with scale %d%s", m->names->function,
+                          kvpi_name(m, side), fields[k].name, kind, kind && !own ? " in the table's memory" : "");
+            KVPRIM_REFUSE(fields[k].value < 0, SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
+                          kvpi_name(m, side), fields[k].name, (long long)fields[k].value);
         }
     return KVPRIM_OK;
 }
@@ -2688,9 +2685,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
     KVPRIM_TRY(kvpi_check_format_fields(m, side));
     if (kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         return KVPRIM_OK;
-    if (f->scale && !f->scales && f->scale_offset == 0 && t->rows > 0) /* the first scale would be the first element */
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.format.scales is NULL, and scale_offset is 0", m->names->function,
-                           kvpi_name(m, side));
+    KVPRIM_REFUSE(f->scale && !f->scales && f->scale_offset == 0 && t->rows > 0, NULL,
+                  "%s: %s.format.scales is NULL, and scale_offset is 0", m->names->function,
+                  kvpi_name(m, side)); /* the first scale would be the first element */
     if (t->heads > 1 && elements % t->heads != 0)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the elements of a row,",
                                (uint64_t)elements);
@@ -2844,8 +2841,8 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_bytes(m, side));
     if (!KVPRIM_LIKELY(!side->format.scale))
         KVPRIM_TRY(kvpi_check_scales(m, side, packed_layers));
-    if (!t->data && !side->device_layers)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
+    KVPRIM_REFUSE(!t->data && !side->device_layers, NULL, "%s: %s.data is NULL", m->names->function,
+                  kvpi_name(m, side));
     return KVPRIM_OK;
 }
 
@@ -2944,16 +2941,15 @@ static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64
 static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64_t *sorted, int32_t n, int32_t later)
 {
     for (int32_t k = 1; k < n; k++)
-        if (sorted[k] == sorted[k - 1])
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
-                               (void *)(uintptr_t)sorted[k]);
+        KVPRIM_REFUSE(sorted[k] == sorted[k - 1], OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
+                      (void *)(uintptr_t)sorted[k]);
     for (int32_t l = later; l < m->layers; l++) {
         const uint64_t dst = kvpi_layer_address(&m->dst, l);
         if (dst < sorted[0] || dst > sorted[n - 1])
             continue;
-        if (sorted[kvpi_lower_bound(sorted, n, dst)] == dst)
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst layer %d (%p) is another layer of dst, too",
-                               m->names->function, (int)l, (void *)(uintptr_t)dst);
+        KVPRIM_REFUSE(sorted[kvpi_lower_bound(sorted, n, dst)] == dst, OVERLAP,
+                      "%s: dst layer %d (%p) is another layer of dst, too", m->names->function, (int)l,
+                      (void *)(uintptr_t)dst);
     }
     return KVPRIM_OK;
 }
@@ -3002,19 +2998,16 @@ static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
                 {"page_stride", to->page_rows ? to->page_stride : 0, from->page_rows ? from->page_stride : 0},
                 {"heads", to->heads, from->heads},
                 {"head_stride", to->heads > 1 ? to->head_stride : 0, from->heads > 1 ? from->head_stride : 0}};
-    if (m->dst.device_layers != m->src.device_layers)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: same_cache is 1, but dst_device_layers is %p and src_device_layers %p", function,
-                           (const void *)m->dst.device_layers, (const void *)m->src.device_layers);
+    KVPRIM_REFUSE(m->dst.device_layers != m->src.device_layers, ARGUMENT,
+                  "%s: same_cache is 1, but dst_device_layers is %p and src_device_layers %p", function,
+                  (const void *)m->dst.device_layers, (const void *)m->src.device_layers);
     for (size_t k = 0; k < sizeof same / sizeof *same; k++)
-        if (same[k].dst != same[k].src)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but dst.%s is %lld and src.%s %lld",
-                               function, same[k].field, (long long)same[k].dst, same[k].field, (long long)same[k].src);
+        KVPRIM_REFUSE(same[k].dst != same[k].src, ARGUMENT, "%s: same_cache is 1, but dst.%s is %lld and src.%s %lld",
+                      function, same[k].field, (long long)same[k].dst, same[k].field, (long long)same[k].src);
     for (int32_t l = 0; l < m->layers; l++)
-        if (kvprim_side_layer(&m->dst, l) != kvprim_side_layer(&m->src, l))
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but layer %d is at %p in dst, at %p in src",
-                               function, (int)l, (void *)kvprim_side_layer(&m->dst, l),
-                               (void *)kvprim_side_layer(&m->src, l));
+        KVPRIM_REFUSE(kvprim_side_layer(&m->dst, l) != kvprim_side_layer(&m->src, l), ARGUMENT,
+                      "%s: same_cache is 1, but layer %d is at %p in dst, at %p in src", function, (int)l,
+                      (void *)kvprim_side_layer(&m->dst, l), (void *)kvprim_side_layer(&m->src, l));
     return KVPRIM_OK;
 }
 
@@ -3238,9 +3231,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use
 static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, int first)
 {
     for (const kvpi_use *a = u->use + first, *const end = u->use + u->count; a < end; a++) {
-        if (!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0))
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s%s (%p) is not aligned to %d bytes", function, a->name,
-                               kvpi_use_field(a), a->data, a->align);
+        KVPRIM_REFUSE(!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0), ARGUMENT,
+                      "%s: %s%s (%p) is not aligned to %d bytes", function, a->name, kvpi_use_field(a), a->data,
+                      a->align);
         for (const kvpi_use *b = u->use; b < a; b++)
             if ((a->written | b->written) && !KVPRIM_LIKELY(!kvpi_overlap(a->data, a->bytes, b->data, b->bytes)))
                 KVPRIM_TRY(a->kind >= b->kind ? kvpi_check_pair(function, a, b) : kvpi_check_pair(function, b, a));
@@ -3297,17 +3290,15 @@ static kvprim_status kvpi_add_index(kvpi_uses *u, const kvprim_move *m, kvprim_s
     const uint64_t size = type == KVPRIM_I64 ? 8 : 4;
     if (!side->index_stride)
         side->index_stride = 1;
-    if (type != KVPRIM_I32 && type != KVPRIM_I64)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                           name, (int)type);
-    if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
-                           (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
+    KVPRIM_REFUSE(type != KVPRIM_I32 && type != KVPRIM_I64, ARGUMENT,
+                  "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function, name, (int)type);
+    KVPRIM_REFUSE(side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE, SIZE,
+                  "%s: %s_stride is %lld, less than 0 or more than %lld", function, name, (long long)side->index_stride,
+                  (long long)KVPRIM_MAX_INDEX_STRIDE);
     const uint64_t steps = kvpi_mul((uint64_t)m->count - 1, (uint64_t)side->index_stride);
     const uint64_t bytes = kvpi_add(kvpi_mul(steps, size), size);
-    if (bytes >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
-                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
+    KVPRIM_REFUSE(bytes >= kvpi_too_large, SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
+                  (long long)m->count, name, (unsigned long long)kvpi_too_large);
     if (first)
         (void)kvpi_add_use(u, kvpi_array, 0, name, side->index, bytes, kvpi_index_align(type));
     return KVPRIM_OK;
@@ -3316,9 +3307,8 @@ static kvprim_status kvpi_add_index(kvpi_uses *u, const kvprim_move *m, kvprim_s
 /* Checks a move by itself, except its index, and fills in all its defaults. */
 static kvprim_status kvpi_check_sides(kvprim_move *m)
 {
-    if (m->row_bytes < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
-                           (long long)m->row_bytes);
+    KVPRIM_REFUSE(m->row_bytes < 1, SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
+                  (long long)m->row_bytes);
     m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes;
     if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
@@ -3389,12 +3379,9 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u, int done)
 /* `moves`: where they are written; a function that writes none passes its name. */
 static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count, const void *moves)
 {
-    if (!moves)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s_moves: moves is NULL", function);
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
-    if (*count < 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, less than 0", function, (long long)*count);
+    KVPRIM_REFUSE(!moves, NULL, "%s_moves: moves is NULL", function);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", function);
+    KVPRIM_REFUSE(*count < 0, SIZE, "%s: count is %lld, less than 0", function, (long long)*count);
     return KVPRIM_OK;
 }
 
@@ -3430,11 +3417,9 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     m->zero = !d->keep_padding;
     if (m->count == 0)
         return KVPRIM_OK;
-    if (!d->index)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather: index is NULL");
-    if (d->keep_padding != 0 && d->keep_padding != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_gather: keep_padding is %d, neither 0 nor 1",
-                           (int)d->keep_padding);
+    KVPRIM_REFUSE(!d->index, NULL, "kvprim_gather: index is NULL");
+    KVPRIM_REFUSE(d->keep_padding != 0 && d->keep_padding != 1, ARGUMENT,
+                  "kvprim_gather: keep_padding is %d, neither 0 nor 1", (int)d->keep_padding);
     if (d->reserved)
         return kvpi_fail_reserved("kvprim_gather", "", "", "");
     kvpi_uses uses;
@@ -3460,13 +3445,11 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     }
     if (d->count == 0)
         return KVPRIM_OK;
-    if (!d->slot)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: slot is NULL");
+    KVPRIM_REFUSE(!d->slot, NULL, "kvprim_store: slot is NULL");
     if (d->reserved_slot | d->reserved)
         return kvpi_fail_reserved("kvprim_store", "", "", "");
-    if (!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: v_cache.data is NULL, but %s is set",
-                           d->v.data ? "v.data" : "v_bytes");
+    KVPRIM_REFUSE(!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows, NULL,
+                  "kvprim_store: v_cache.data is NULL, but %s is set", d->v.data ? "v.data" : "v_bytes");
     kvpi_uses uses;
     uses.count = 0;
     KVPRIM_TRY(kvpi_check_move(&m[0], &uses, 0));
@@ -3488,12 +3471,10 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
     const char *const name = kvpi_name(m, side), *const device = side->device_layers ? "device_" : "";
     if (!side->layers && !side->device_layers)
         return KVPRIM_OK;
-    if (side->layers && side->device_layers)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_device_layers are set", m->names->function,
-                           name, name);
-    if (side->layer_stride)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_%slayers and %s_layer_stride are set",
-                           m->names->function, name, device, name);
+    KVPRIM_REFUSE(side->layers && side->device_layers, ARGUMENT, "%s: both %s_layers and %s_device_layers are set",
+                  m->names->function, name, name);
+    KVPRIM_REFUSE(side->layer_stride, ARGUMENT, "%s: both %s_%slayers and %s_layer_stride are set", m->names->function,
+                  name, device, name);
     side->table.data = side->layers ? side->layers[0] : NULL;
     uint64_t null = 0; /* bit 63 is set if a layer is NULL; the loop has no branch */
     for (int32_t l = 0; side->layers && l < m->layers; l++) {
@@ -3501,9 +3482,8 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
         null |= (address - 1) & ~address;
     }
     for (int32_t l = 0; null >> 63 && l < m->layers && kvpi_used_rows(m, side) > 0; l++)
-        if (!side->layers[l])
-            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
-                               (int)l);
+        KVPRIM_REFUSE(!side->layers[l], NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
+                      (int)l);
     return KVPRIM_OK;
 }
 
@@ -3526,25 +3506,21 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
         return KVPRIM_OK;
     if (d->reserved)
         return kvpi_fail_reserved("kvprim_transfer", "", "", "");
-    if (d->host_index != 0 && d->host_index != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: host_index is %d, neither 0 nor 1",
-                           (int)d->host_index);
-    if (d->layers < 0 || d->layers > KVPRIM_MAX_LAYERS)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_transfer: layers is %d, less than 0 or more than %d",
-                           (int)d->layers, (int)KVPRIM_MAX_LAYERS);
-    if (m->same_cache != 0 && m->same_cache != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: same_cache is %d, neither 0 nor 1",
-                           (int)m->same_cache);
+    KVPRIM_REFUSE(d->host_index != 0 && d->host_index != 1, ARGUMENT,
+                  "kvprim_transfer: host_index is %d, neither 0 nor 1", (int)d->host_index);
+    KVPRIM_REFUSE(d->layers < 0 || d->layers > KVPRIM_MAX_LAYERS, SIZE,
+                  "kvprim_transfer: layers is %d, less than 0 or more than %d", (int)d->layers, (int)KVPRIM_MAX_LAYERS);
+    KVPRIM_REFUSE(m->same_cache != 0 && m->same_cache != 1, ARGUMENT,
+                  "kvprim_transfer: same_cache is %d, neither 0 nor 1", (int)m->same_cache);
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->dst));
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->src));
     kvpi_uses uses;
     uses.count = 0;
     KVPRIM_TRY(kvpi_check_move(m, &uses, 0));
-    if (m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache)
-        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                           "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
-                           "one cache set same_cache",
-                           (const void *)m->dst.device_layers);
+    KVPRIM_REFUSE(m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache, OVERLAP,
+                  "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
+                  "one cache set same_cache",
+                  (const void *)m->dst.device_layers);
     return KVPRIM_OK;
 }
 
@@ -4191,8 +4167,7 @@ static kvprim_status kvpi_run_moves(kvprim_status status, const kvprim_move *mov
 KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
 {
     KVPRIM_RANGE("kvprim_cpu_move");
-    if (!moves && n)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    KVPRIM_REFUSE(!moves && n, NULL, "kvprim_cpu_move: moves is NULL");
     return kvpi_run_moves(KVPRIM_OK, moves, n);
 }
 
@@ -4529,9 +4504,9 @@ static kvprim_status kvpi_add_array(kvpi_uses *u, int written, const char *name,
                                     kvprim_index_type type, uint64_t elements, const char *field, int64_t value)
 {
     const uint64_t bytes = kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4);
-    if (data && bytes >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_slots: %s is %lld, which makes %s larger than %llu bytes", field,
-                           (long long)value, name, (unsigned long long)kvpi_too_large);
+    KVPRIM_REFUSE(data && bytes >= kvpi_too_large, SIZE,
+                  "kvprim_slots: %s is %lld, which makes %s larger than %llu bytes", field, (long long)value, name,
+                  (unsigned long long)kvpi_too_large);
     (void)kvpi_add_use(u, written ? kvpi_counter : kvpi_array, written, name, data, bytes, kvpi_index_align(type));
     return KVPRIM_OK;
 }
@@ -4566,22 +4541,18 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
                              : !d->request                 ? "request"
                              : !d->position                ? "position"
                                                            : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    if (d->cu_seqlens && mixed)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both cu_seqlens (%p) and %s (%p) are set", function,
-                           d->cu_seqlens, mixed, d->request ? d->request : d->position);
-    if (d->starts && !d->cu_seqlens)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
-                           d->starts);
+    KVPRIM_REFUSE(null, NULL, "%s: %s is NULL", function, null);
+    KVPRIM_REFUSE(d->cu_seqlens && mixed, ARGUMENT, "%s: both cu_seqlens (%p) and %s (%p) are set", function,
+                  d->cu_seqlens, mixed, d->request ? d->request : d->position);
+    KVPRIM_REFUSE(d->starts && !d->cu_seqlens, ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
+                  d->starts);
     if (d->reserved_pages | d->reserved_token | d->reserved_slot)
         return kvpi_fail_reserved(function, "", "", "");
     const kvpi_number types[] = {
         {"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
     for (int k = 0; k < 3; k++)
-        if (types[k].value != KVPRIM_I32 && types[k].value != KVPRIM_I64)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                               types[k].field, (int)types[k].value);
+        KVPRIM_REFUSE(types[k].value != KVPRIM_I32 && types[k].value != KVPRIM_I64, ARGUMENT,
+                      "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function, types[k].field, (int)types[k].value);
     return KVPRIM_OK;
 }
 
@@ -4592,20 +4563,18 @@ static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d
         {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
     KVPRIM_TRY(kvpi_check_given(function, d));
     for (int k = 0; k < 4; k++)
-        if (sizes[k].value < 1)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
-                               (long long)sizes[k].value);
-    if (d->page_starts && d->pages_stride)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pages_stride is %lld, but page_starts (%p) is set", function,
-                           (long long)d->pages_stride, d->page_starts);
+        KVPRIM_REFUSE(sizes[k].value < 1, SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
+                      (long long)sizes[k].value);
+    KVPRIM_REFUSE(d->page_starts && d->pages_stride, ARGUMENT, "%s: pages_stride is %lld, but page_starts (%p) is set",
+                  function, (long long)d->pages_stride, d->page_starts);
     if (d->pages_stride == 0 && !d->page_starts)
         d->pages_stride = d->max_pages;
-    if (d->pages_stride < d->max_pages && !d->page_starts)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: pages_stride is %lld, less than max_pages, %lld", function,
-                           (long long)d->pages_stride, (long long)d->max_pages);
-    if (d->slot_type == KVPRIM_I32 && d->rows > int32_rows)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: rows is %lld, more than int32 slots can name, %lld", function,
-                           (long long)d->rows, (long long)int32_rows);
+    KVPRIM_REFUSE(d->pages_stride < d->max_pages && !d->page_starts, SIZE,
+                  "%s: pages_stride is %lld, less than max_pages, %lld", function, (long long)d->pages_stride,
+                  (long long)d->max_pages);
+    KVPRIM_REFUSE(d->slot_type == KVPRIM_I32 && d->rows > int32_rows, SIZE,
+                  "%s: rows is %lld, more than int32 slots can name, %lld", function, (long long)d->rows,
+                  (long long)int32_rows);
     return kvpi_check_arrays(function, d);
 }
 
@@ -4958,9 +4927,9 @@ static kvprim_status kvpi_check_list(const kvpi_list *l, kvpi_ends dst, kvpi_end
     kvpi_sweep s;
     const uint64_t first = dst.first < src.first ? dst.first : src.first, low = dst.first + src.first - first;
     const uint64_t last = dst.last > src.last ? dst.last : src.last, high = dst.last + src.last - last;
-    if (low <= high && l->count > KVPRIM_MAX_COPIES)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d, and sources lie between destinations",
-                           l->function, (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
+    KVPRIM_REFUSE(low <= high && l->count > KVPRIM_MAX_COPIES, SIZE,
+                  "%s: count is %llu, more than %d, and sources lie between destinations", l->function,
+                  (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
     s.list = l;
     s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
     if (kvpi_debug)
@@ -4978,13 +4947,11 @@ static kvprim_status kvpi_check_buffers(const char *function, const char *null, 
                                         uint64_t src_bytes, const void *dst, uint64_t dst_bytes)
 {
     null = null ? null : !src && src_bytes ? "src" : !dst && dst_bytes ? "dst" : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    if (reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)reserved);
-    if ((uint64_t)(size_t)src_bytes != src_bytes || (uint64_t)(size_t)dst_bytes != dst_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
-                           function, (unsigned long long)src_bytes, (unsigned long long)dst_bytes);
+    KVPRIM_REFUSE(null, NULL, "%s: %s is NULL", function, null);
+    KVPRIM_REFUSE(reserved, ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)reserved);
+    KVPRIM_REFUSE((uint64_t)(size_t)src_bytes != src_bytes || (uint64_t)(size_t)dst_bytes != dst_bytes, SIZE,
+                  "%s: src_bytes %llu or dst_bytes %llu is more than an address holds", function,
+                  (unsigned long long)src_bytes, (unsigned long long)dst_bytes);
     return KVPRIM_OK;
 }
 
@@ -4995,9 +4962,8 @@ static kvprim_status kvpi_check_item(const kvprim_copy_item *items, size_t i)
     const uint64_t room = (uint64_t)UINTPTR_MAX - (dst > src ? dst : src);
     if (c.bytes == 0 || (c.dst && c.bytes - 1 <= room))
         return KVPRIM_OK;
-    if (!c.dst)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_copy: items[%llu].dst is NULL, and its bytes are %llu",
-                           (unsigned long long)i, (unsigned long long)c.bytes);
+    KVPRIM_REFUSE(!c.dst, NULL, "kvprim_copy: items[%llu].dst is NULL, and its bytes are %llu", (unsigned long long)i,
+                  (unsigned long long)c.bytes);
     return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_copy: items[%llu] is %llu bytes from %s %p on, past the last address",
                        (unsigned long long)i, (unsigned long long)c.bytes, dst > src ? "dst" : "src",
                        dst > src ? c.dst : c.src);
@@ -5019,14 +4985,12 @@ static kvprim_status kvpi_check_items_apart(const kvprim_copy_desc *d)
 KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
 {
     static const char function[] = "kvprim_copy";
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_check_buffers(function, desc->items ? NULL : "items", desc->reserved, NULL, 0, NULL, 0));
-    if (desc->count > KVPRIM_MAX_COPIES)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d", function,
-                           (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
+    KVPRIM_REFUSE(desc->count > KVPRIM_MAX_COPIES, SIZE, "%s: count is %llu, more than %d", function,
+                  (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
     for (size_t i = 0; i < desc->count; i++)
         KVPRIM_TRY(kvpi_check_item(desc->items, i));
     const kvpi_list list = {function, "items", desc->items, NULL, {0, 0}, desc->count};
@@ -5086,16 +5050,15 @@ static int kvpi_fragments_fit(const kvprim_unpack_desc *d)
 KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
 {
     static const char function[] = "kvprim_unpack";
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_check_buffers(function, desc->fragments ? NULL : "fragments", desc->reserved, desc->src,
                                   desc->src_bytes, desc->dst, desc->dst_bytes));
     const uint64_t fragments_bytes = kvpi_mul(desc->count, sizeof(kvprim_fragment));
-    if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes))
-        return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function,
-                           desc->dst, (unsigned long long)desc->dst_bytes, (const void *)desc->fragments);
+    KVPRIM_REFUSE(kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes), OVERLAP,
+                  "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function, desc->dst,
+                  (unsigned long long)desc->dst_bytes, (const void *)desc->fragments);
     if (!kvpi_fragments_fit(desc))
         for (size_t i = 0; i < desc->count; i++)
             KVPRIM_TRY(kvpi_check_fragment(desc, i));
@@ -5124,16 +5087,14 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc)
 {
     static const char function[] = "kvprim_unpack_meta";
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", function);
     if (desc->max_count == 0)
         return KVPRIM_OK;
     const char *const null = !desc->meta ? "meta" : !desc->count ? "count" : NULL;
     KVPRIM_TRY(
         kvpi_check_buffers(function, null, desc->reserved, desc->src, desc->src_bytes, desc->dst, desc->dst_bytes));
-    if (desc->max_count > KVPRIM_MAX_UNPACK_META)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: max_count is %llu, more than %d", function,
-                           (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
+    KVPRIM_REFUSE(desc->max_count > KVPRIM_MAX_UNPACK_META, SIZE, "%s: max_count is %llu, more than %d", function,
+                  (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
     kvpi_uses u;
     u.count = 0;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", desc->rejected, 4, 4);
@@ -5781,13 +5742,13 @@ static uint32_t kvpi_isa_of_keys(void)
     kvpi_cpuid(0, r);
     if (r[0] >= 7) {
         kvpi_cpuid(7, r);
-        isa |= r[1] >> 29 & sse ? kvpi_isa_sha : 0;
-        isa |= r[1] >> 8 & r[2] >> 6 & (uint32_t)kvpi_has_avx512() ? kvpi_isa_vbmi2 : 0; /* and BMI2 */
+        isa |= (r[1] >> 29 & sse) * kvpi_isa_sha;
+        isa |= (r[1] >> 8 & r[2] >> 6 & (uint32_t)kvpi_has_avx512()) * kvpi_isa_vbmi2; /* and BMI2 */
     }
 #elif defined(__ARM_FEATURE_SHA2)
     isa |= kvpi_isa_sha;
 #else
-    isa |= getauxval(AT_HWCAP) & 1 << 6 ? kvpi_isa_sha : 0; /* HWCAP_SHA2 */
+    isa |= (uint32_t)(getauxval(AT_HWCAP) >> 6 & 1) * kvpi_isa_sha; /* HWCAP_SHA2 */
 #endif
     __atomic_store_n(&kvpi_isa, isa, __ATOMIC_RELAXED); /* threads that race here all store the same */
     return isa;
@@ -6157,10 +6118,8 @@ static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
         }
 }
 
-/* Fails if a field has no such value. */
-#define KVPRIM_REFUSE(condition, status, field, why)                                                                   \
-    if (condition)                                                                                                     \
-    return kvprim_fail(KVPRIM_ERROR_##status, "%s: " #field " is %lld, " why, function, (long long)d->field)
+#define KVPRIM_REFUSE_FIELD(condition, status, field, why)                                                             \
+    KVPRIM_REFUSE(condition, status, "%s: " #field " is %lld, " why, function, (long long)d->field)
 
 /* Of the blocks' n tokens, the first that the rule cannot hold. */
 static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_desc *d, int64_t n)
@@ -6176,9 +6135,9 @@ static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_d
             break;
     for (; i < n; i++) {
         const int64_t v = kvpi_element(d->tokens, d->token_type, i);
-        if (v < rule->least || v > rule->most)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: tokens[%lld] is %lld, less than %lld or more than %lld",
-                               function, (long long)i, (long long)v, (long long)rule->least, (long long)rule->most);
+        KVPRIM_REFUSE(v < rule->least || v > rule->most, SIZE,
+                      "%s: tokens[%lld] is %lld, less than %lld or more than %lld", function, (long long)i,
+                      (long long)v, (long long)rule->least, (long long)rule->most);
     }
     return KVPRIM_OK;
 }
@@ -6192,16 +6151,14 @@ static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_de
         const kvprim_key_extra x = d->extra[k], last = k ? d->extra[k - 1] : x;
         const int same = k && x.block == last.block;
         sum = (uint64_t)x.bytes + (same ? sum : 0);
-        if (!x.data)
-            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: extra[%lld].data is NULL", function, (long long)k);
-        if (x.block < (k ? last.block : 0) || x.block >= blocks || x.token < (same ? last.token + 1 : 0) ||
-            x.token >= (kind == 2 ? d->block_tokens : 1))
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: extra[%lld] has block %lld and token %lld, %s", function,
-                               (long long)k, (long long)x.block, (long long)x.token, "out of range or not ascending");
-        if (x.bytes < 1 || sum > (uint64_t)room || (kind == 2 && x.bytes != 32))
-            return kvprim_fail(KVPRIM_ERROR_SIZE,
-                               "%s: extra[%lld].bytes is %lld, less than 1 or more than fits: %lld%s", function,
-                               (long long)k, (long long)x.bytes, (long long)room, kind == 2 ? ", or not 32" : "");
+        KVPRIM_REFUSE(!x.data, NULL, "%s: extra[%lld].data is NULL", function, (long long)k);
+        KVPRIM_REFUSE(x.block < (k ? last.block : 0) || x.block >= blocks || x.token < (same ? last.token + 1 : 0) ||
+                          x.token >= (kind == 2 ? d->block_tokens : 1),
+                      SIZE, "%s: extra[%lld] has block %lld and token %lld, %s", function, (long long)k,
+                      (long long)x.block, (long long)x.token, "out of range or not ascending");
+        KVPRIM_REFUSE(x.bytes < 1 || sum > (uint64_t)room || (kind == 2 && x.bytes != 32), SIZE,
+                      "%s: extra[%lld].bytes is %lld, less than 1 or more than fits: %lld%s", function, (long long)k,
+                      (long long)x.bytes, (long long)room, kind == 2 ? ", or not 32" : "");
     }
     return KVPRIM_OK;
 }
@@ -6209,33 +6166,34 @@ static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_de
 static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_desc *d)
 {
     const kvpi_key_rule *const rule = kvpi_rule_of(d->rule);
-    KVPRIM_REFUSE(d->count < 0, SIZE, count, "less than 0");
+    KVPRIM_REFUSE_FIELD(d->count < 0, SIZE, count, "less than 0");
     if (d->count == 0)
         return KVPRIM_OK;
-    KVPRIM_REFUSE(!rule, ARGUMENT, rule, "no kvprim_key_rule");
+    KVPRIM_REFUSE_FIELD(!rule, ARGUMENT, rule, "no kvprim_key_rule");
 #ifndef KVPRIM_XXH3
-    KVPRIM_REFUSE(rule->hash == kvpi_by_xxh3, UNSUPPORTED, rule,
-                  "which needs xxhash.h (0.8 or newer) before kvprim.h in the implementing unit");
+    KVPRIM_REFUSE_FIELD(rule->hash == kvpi_by_xxh3, UNSUPPORTED, rule,
+                        "which needs xxhash.h (0.8 or newer) before kvprim.h in the implementing unit");
 #endif
     const int wide = d->token_type == KVPRIM_I64, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
     const int vllm = d->rule <= KVPRIM_KEY_VLLM_XXHASH_CBOR, xxhash = vllm && rule->bytes == 16;
-    KVPRIM_REFUSE(!wide && d->token_type != KVPRIM_I32, ARGUMENT, token_type, "neither KVPRIM_I32 nor KVPRIM_I64");
-    KVPRIM_REFUSE(d->bigrams != 0 && (d->bigrams != 1 || (!dynamo && d->rule != KVPRIM_KEY_SGLANG)), ARGUMENT, bigrams,
-                  "neither 0 nor, for SGLANG and DYNAMO, 1");
-    KVPRIM_REFUSE(d->seed != 0 && !dynamo, ARGUMENT, seed, "but the rule has none");
-    KVPRIM_REFUSE(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
-    KVPRIM_REFUSE(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
-                      (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
-                  ARGUMENT, parent_bytes, "not as the rule's keys");
+    KVPRIM_REFUSE_FIELD(!wide && d->token_type != KVPRIM_I32, ARGUMENT, token_type,
+                        "neither KVPRIM_I32 nor KVPRIM_I64");
+    KVPRIM_REFUSE_FIELD(d->bigrams != 0 && (d->bigrams != 1 || (!dynamo && d->rule != KVPRIM_KEY_SGLANG)), ARGUMENT,
+                        bigrams, "neither 0 nor, for SGLANG and DYNAMO, 1");
+    KVPRIM_REFUSE_FIELD(d->seed != 0 && !dynamo, ARGUMENT, seed, "but the rule has none");
+    KVPRIM_REFUSE_FIELD(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
+    KVPRIM_REFUSE_FIELD(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
+                            (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
+                        ARGUMENT, parent_bytes, "not as the rule's keys");
     const int64_t each = (wide ? 10 : 5) << d->bigrams;
-    KVPRIM_REFUSE(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE, block_tokens,
-                  "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
+    KVPRIM_REFUSE_FIELD(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE, block_tokens,
+                        "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
     const int64_t blocks = (d->count - d->bigrams) / d->block_tokens,
                   n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
-    KVPRIM_REFUSE(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), ARGUMENT, extra_count,
-                  "less than 0, or more than the rule takes");
-    KVPRIM_REFUSE(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE, keys_bytes,
-                  "less than the keys of all blocks");
+    KVPRIM_REFUSE_FIELD(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), ARGUMENT, extra_count,
+                        "less than 0, or more than the rule takes");
+    KVPRIM_REFUSE_FIELD(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE, keys_bytes,
+                        "less than the keys of all blocks");
     if (blocks == 0)
         return KVPRIM_OK;
     const char *const null = !d->tokens                        ? "tokens"
@@ -6243,8 +6201,7 @@ static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_des
                              : !d->parent && xxhash            ? "parent"
                              : !d->extra && d->extra_count > 0 ? "extra"
                                                                : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    KVPRIM_REFUSE(null, NULL, "%s: %s is NULL", function, null);
     const size_t size = wide ? 8 : 4, align = kvpi_index_align(KVPRIM_I64);
     kvpi_uses u;
     u.count = 0;
@@ -6262,8 +6219,7 @@ static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_des
 KVPRIM_API kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n)
 {
     KVPRIM_RANGE("kvprim_keys");
-    if (!requests && n)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_keys: requests is NULL");
+    KVPRIM_REFUSE(!requests && n, NULL, "kvprim_keys: requests is NULL");
     for (size_t i = 0; i < n; i++) {
         const kvprim_status status = kvpi_check_keys("kvprim_keys", &requests[i]);
         if (status != KVPRIM_OK)
@@ -6329,15 +6285,12 @@ KVPRIM_API size_t kvprim_key_table_bytes(int64_t keys, int64_t key_bytes)
 KVPRIM_API kvprim_status kvprim_key_table_init(kvprim_key_table *table, void *memory, size_t bytes, int64_t key_bytes)
 {
     const size_t slot = kvpi_slot_bytes(key_bytes);
-    if (!table || !memory)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_key_table_init: %s is NULL", table ? "memory" : "table");
-    if (!slot || bytes / slot < 2)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_init: %s is %lld, %s", slot ? "bytes" : "key_bytes",
-                           slot ? (long long)bytes : (long long)key_bytes,
-                           slot ? "less than two slots" : "not a multiple of 8 up to 64");
-    if ((uintptr_t)memory % kvpi_index_align(KVPRIM_I64))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_key_table_init: memory (%p) is not aligned as int64_t",
-                           memory);
+    KVPRIM_REFUSE(!table || !memory, NULL, "kvprim_key_table_init: %s is NULL", table ? "memory" : "table");
+    KVPRIM_REFUSE(!slot || bytes / slot < 2, SIZE, "kvprim_key_table_init: %s is %lld, %s",
+                  slot ? "bytes" : "key_bytes", slot ? (long long)bytes : (long long)key_bytes,
+                  slot ? "less than two slots" : "not a multiple of 8 up to 64");
+    KVPRIM_REFUSE((uintptr_t)memory % kvpi_index_align(KVPRIM_I64), ARGUMENT,
+                  "kvprim_key_table_init: memory (%p) is not aligned as int64_t", memory);
     memset(table, 0, sizeof *table);
     table->memory = memory, table->key_bytes = key_bytes;
     table->slots = bytes / slot < UINT32_MAX ? bytes / slot : UINT32_MAX;
@@ -6347,15 +6300,12 @@ KVPRIM_API kvprim_status kvprim_key_table_init(kvprim_key_table *table, void *me
 
 KVPRIM_API kvprim_status kvprim_key_table_put(kvprim_key_table *table, const void *key, int64_t value)
 {
-    if (!table || !key)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_key_table_put: %s is NULL", table ? "key" : "table");
-    if (value < 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_put: value is %lld, less than 0", (long long)value);
+    KVPRIM_REFUSE(!table || !key, NULL, "kvprim_key_table_put: %s is NULL", table ? "key" : "table");
+    KVPRIM_REFUSE(value < 0, SIZE, "kvprim_key_table_put: value is %lld, less than 0", (long long)value);
     int64_t *const slot = kvpi_slot(table, kvpi_find_slot_of(table, key));
     if (*slot < 0) {
-        if ((uint64_t)table->count + 1 >= table->slots)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_put: the table is full: count is %lld",
-                               (long long)table->count);
+        KVPRIM_REFUSE((uint64_t)table->count + 1 >= table->slots, SIZE,
+                      "kvprim_key_table_put: the table is full: count is %lld", (long long)table->count);
         memcpy(slot + 1, key, (size_t)table->key_bytes);
         table->count++;
     }
@@ -6414,7 +6364,7 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
 #undef KVPRIM_SHA
 #undef KVPRIM_SUM
 #undef KVPRIM_XXH3
-#undef KVPRIM_REFUSE
+#undef KVPRIM_REFUSE_FIELD
 #undef KVPRIM_CHECK_RANGES
 #undef KVPRIM_COPY
 #undef KVPRIM_MOVE

@@ -2793,8 +2793,7 @@ static void kvpn_run_job(void *(*run)(void *), void *argument, bool apart)
 KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
 {
     ncclUniqueId id;
-    if (!out)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", __func__);
+    KVPRIM_REFUSE(!out, NULL, "%s: out is NULL", __func__);
     KVPRIM_TRY(kvpn_nccl_status(__func__, "ncclGetUniqueId", ncclGetUniqueId(&id)));
     memcpy(out->bytes, id.internal, sizeof out->bytes);
     return KVPRIM_OK;
@@ -2821,10 +2820,8 @@ static bool kvpn_has_state(const kvprim_comm *comm, int32_t state)
 
 static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm *comm)
 {
-    if (!comm)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: comm is NULL", function);
-    if (kvpn_has_state(comm, kvpn_aborted))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was aborted: destroy it", function);
+    KVPRIM_REFUSE(!comm, NULL, "%s: comm is NULL", function);
+    KVPRIM_REFUSE(kvpn_has_state(comm, kvpn_aborted), ARGUMENT, "%s: comm was aborted: destroy it", function);
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was not initialised, was moved, or has ended", function);
 }
 
@@ -3100,30 +3097,25 @@ enum { kvpn_min_peer_bytes = 16 << 20, kvpn_max_peer_bytes = 4 * (kvpn_slots_mb 
 static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
-    if (desc->world > kvpn_max_world)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers", f,
-                           (int)desc->world, (int)kvpn_max_world);
-    if (desc->peer_bytes < kvpn_min_peer_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %zu, must be at least %d", f, desc->peer_bytes,
-                           (int)kvpn_min_peer_bytes);
+    KVPRIM_REFUSE(desc->world > kvpn_max_world, ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers",
+                  f, (int)desc->world, (int)kvpn_max_world);
+    KVPRIM_REFUSE(desc->peer_bytes < kvpn_min_peer_bytes, SIZE, "%s: desc->peer_bytes is %zu, must be at least %d", f,
+                  desc->peer_bytes, (int)kvpn_min_peer_bytes);
     for (int r = 0; r < desc->world; r++)
-        if (!desc->peers[r] || (uintptr_t)desc->peers[r] % 16)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r,
-                               desc->peers[r]);
+        KVPRIM_REFUSE(!desc->peers[r] || (uintptr_t)desc->peers[r] % 16, ARGUMENT,
+                      "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r, desc->peers[r]);
     return KVPRIM_OK;
 }
 
 static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
-    if (!comm || !desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, comm ? "desc" : "comm");
-    if (comm->self == comm &&
-        (comm->state == kvpn_alive || comm->state == kvpn_initialising || comm->state == kvpn_aborted))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm is in use: destroy it first", f);
-    if (desc->buffer_bytes > SIZE_MAX / 2)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->buffer_bytes is %zu, must be at most %zu", f,
-                           desc->buffer_bytes, SIZE_MAX / 2);
+    KVPRIM_REFUSE(!comm || !desc, NULL, "%s: %s is NULL", f, comm ? "desc" : "comm");
+    KVPRIM_REFUSE(comm->self == comm &&
+                      (comm->state == kvpn_alive || comm->state == kvpn_initialising || comm->state == kvpn_aborted),
+                  ARGUMENT, "%s: comm is in use: destroy it first", f);
+    KVPRIM_REFUSE(desc->buffer_bytes > SIZE_MAX / 2, SIZE, "%s: desc->buffer_bytes is %zu, must be at most %zu", f,
+                  desc->buffer_bytes, SIZE_MAX / 2);
     const struct {
         const char *name;
         int64_t value, least, most;
@@ -3139,9 +3131,9 @@ static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_
                   {"nccl_window", desc->nccl_window, 0, 1},
                   {"reserved", desc->reserved, 0, 0}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
-        if (fields[k].value < fields[k].least || fields[k].value > fields[k].most)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %lld to %lld", f, fields[k].name,
-                               (long long)fields[k].value, (long long)fields[k].least, (long long)fields[k].most);
+        KVPRIM_REFUSE(fields[k].value < fields[k].least || fields[k].value > fields[k].most, ARGUMENT,
+                      "%s: desc->%s is %lld, must be %lld to %lld", f, fields[k].name, (long long)fields[k].value,
+                      (long long)fields[k].least, (long long)fields[k].most);
     return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
 }
 
@@ -3260,17 +3252,15 @@ static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
 
 static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *theirs, int r)
 {
-    if (memcmp(theirs->magic, mine->magic, sizeof mine->magic) != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: what came from rank %d is not kvprim's", r);
-    if (theirs->version / 100 != mine->version / 100 || theirs->protocol != mine->protocol ||
-        theirs->info_bytes != mine->info_bytes)
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %d.%d.%d (%u)",
-                           r, theirs->version / 10000, theirs->version / 100 % 100, theirs->version % 100,
-                           theirs->protocol, KVPRIM_VERSION_MAJOR, KVPRIM_VERSION_MINOR, KVPRIM_VERSION_PATCH,
-                           mine->protocol);
-    if (!theirs->ok)
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
+    KVPRIM_REFUSE(memcmp(theirs->magic, mine->magic, sizeof mine->magic) != 0, ARGUMENT,
+                  "kvprim_comm_init: what came from rank %d is not kvprim's", r);
+    KVPRIM_REFUSE(theirs->version / 100 != mine->version / 100 || theirs->protocol != mine->protocol ||
+                      theirs->info_bytes != mine->info_bytes,
+                  UNSUPPORTED,
+                  "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %d.%d.%d (%u)", r,
+                  theirs->version / 10000, theirs->version / 100 % 100, theirs->version % 100, theirs->protocol,
+                  KVPRIM_VERSION_MAJOR, KVPRIM_VERSION_MINOR, KVPRIM_VERSION_PATCH, mine->protocol);
+    KVPRIM_REFUSE(!theirs->ok, CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
     return KVPRIM_OK;
 }
 
@@ -3307,8 +3297,7 @@ static kvprim_status kvpn_init_slots(kvpn_init_task *task)
     task->mine.peer_bytes = bytes;
     if (!task->desc.peers) {
         kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
-        if (!slots)
-            return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+        KVPRIM_REFUSE(!slots, CUDA, "%s: no host memory", f);
         slots->refs = 1, slots->device = comm->device, slots->nonce = task->mine.nonce;
         kvpn_publish_slots(slots);
         comm->slots[comm->rank] = slots;
@@ -3903,10 +3892,8 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
                 cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
     comm->trigger = comm->pdl && task->desc.launch_dependents;
 #endif
-    if (comm->deterministic && comm->world > 1 && !comm->peer[0])
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s",
-                           task->off_reason);
+    KVPRIM_REFUSE(comm->deterministic && comm->world > 1 && !comm->peer[0], UNSUPPORTED,
+                  "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s", task->off_reason);
     comm->in_windows = comm->nccl_window, comm->clusters = 1;
     for (int r = 0; r < comm->world; r++) {
         comm->in_windows = comm->in_windows && (comm->nccl_borrowed || task->all[r].window);
@@ -4082,8 +4069,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : kvpn_default_init_timeout_ms;
     kvpn_init_task *const task = kvpn_new_init_task(desc, device);
-    if (!task)
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+    KVPRIM_REFUSE(!task, CUDA, "%s: no host memory", f);
     memset(comm, 0, sizeof *comm);
     comm->active_calls = 1, comm->process = (int32_t)getpid();
     KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_initialising);
@@ -4412,12 +4398,10 @@ static kvprim_status kvpn_check_counts(kvpn_call *c)
     const size_t world = (size_t)c->comm->world, many = c->kind == kvpn_all_to_allv ? world * world : world;
     const size_t most = SIZE_MAX / sizeof(double);
     size_t sum = 0;
-    if (!c->counts)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: counts is NULL", c->function);
+    KVPRIM_REFUSE(!c->counts, NULL, "%s: counts is NULL", c->function);
     for (size_t k = 0; k < many; k++) {
-        if (c->counts[k] > most - sum)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
-                               c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
+        KVPRIM_REFUSE(c->counts[k] > most - sum, SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
+                      c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
         sum += c->counts[k];
         c->count = c->counts[k] > c->count ? c->counts[k] : c->count;
     }
@@ -4438,18 +4422,16 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
     int device = -1;
     enum cudaStreamCaptureStatus capture;
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
-    if (device != c->comm->device)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator is on device %d", f,
-                           device, (int)c->comm->device);
+    KVPRIM_REFUSE(device != c->comm->device, ARGUMENT, "%s: the current device is %d, the communicator is on device %d",
+                  f, device, (int)c->comm->device);
     KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
     c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
         KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
-        if (device != c->comm->device)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                               "%s: stream belongs to device %d, the communicator is on device %d", f, device,
-                               (int)c->comm->device);
+        KVPRIM_REFUSE(device != c->comm->device, ARGUMENT,
+                      "%s: stream belongs to device %d, the communicator is on device %d", f, device,
+                      (int)c->comm->device);
         c->comm->checked_stream = c->stream;
     }
 #endif
@@ -4460,15 +4442,13 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
 {
     if (count == 0)
         return KVPRIM_OK;
-    if (!pointer)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL, but the count is %llu", c->function, name,
-                           (unsigned long long)c->count);
-    if ((uintptr_t)pointer % c->element)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %p, not aligned to its elements of %d bytes", c->function,
-                           name, (void *)(uintptr_t)pointer, (int)c->element);
-    if (count * c->element > UINTPTR_MAX - (uintptr_t)pointer)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %p and has %llu elements: past the end of memory", c->function,
-                           name, (void *)(uintptr_t)pointer, (unsigned long long)count);
+    KVPRIM_REFUSE(!pointer, NULL, "%s: %s is NULL, but the count is %llu", c->function, name,
+                  (unsigned long long)c->count);
+    KVPRIM_REFUSE((uintptr_t)pointer % c->element, ARGUMENT, "%s: %s is %p, not aligned to its elements of %d bytes",
+                  c->function, name, (void *)(uintptr_t)pointer, (int)c->element);
+    KVPRIM_REFUSE(count * c->element > UINTPTR_MAX - (uintptr_t)pointer, SIZE,
+                  "%s: %s is %p and has %llu elements: past the end of memory", c->function, name,
+                  (void *)(uintptr_t)pointer, (unsigned long long)count);
     return KVPRIM_OK;
 }
 
@@ -4493,19 +4473,17 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 {
     const kvpn_type type = kvpn_type_of(c->dtype);
     const size_t world = (size_t)c->comm->world;
-    if (!type.name)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: dtype is %d, which is not an element type; 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
-                           "are index types",
-                           c->function, (int)c->dtype);
-    if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
-    if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, must be 0 to %d", c->function,
-                           c->kind == kvpn_broadcast ? "root" : "peer", c->op_or_peer, (int)c->comm->world - 1);
-    if (c->count > SIZE_MAX / type.bytes / world)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu, which is too many bytes", c->function,
-                           (unsigned long long)c->count);
+    KVPRIM_REFUSE(!type.name, ARGUMENT,
+                  "%s: dtype is %d, which is not an element type; 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
+                  "are index types",
+                  c->function, (int)c->dtype);
+    KVPRIM_REFUSE(c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG),
+                  ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
+    KVPRIM_REFUSE(c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world), ARGUMENT,
+                  "%s: %s is %d, must be 0 to %d", c->function, c->kind == kvpn_broadcast ? "root" : "peer",
+                  c->op_or_peer, (int)c->comm->world - 1);
+    KVPRIM_REFUSE(c->count > SIZE_MAX / type.bytes / world, SIZE, "%s: the count is %llu, which is too many bytes",
+                  c->function, (unsigned long long)c->count);
     if (kvpn_has_parts(c->kind)) {
         c->recv_count = kvpn_part_begin(c, c->comm->world, false);
         c->send_count = kvpn_part_begin(c, c->comm->world, true);
@@ -4965,11 +4943,10 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
                                         "ncclBroadcast", "ncclSend",          "ncclRecv"};
     const char *const f = c->function;
     kvprim_comm *const comm = c->comm;
-    if (c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8)
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "%s: dtype is %s, which NCCL reduces from 2.24 on, if all GPUs have compute capability 9.0; "
-                           "this is %d",
-                           f, kvpn_type_of(c->dtype).name, comm->nccl_version);
+    KVPRIM_REFUSE(c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8, UNSUPPORTED,
+                  "%s: dtype is %s, which NCCL reduces from 2.24 on, if all GPUs have compute capability 9.0; "
+                  "this is %d",
+                  f, kvpn_type_of(c->dtype).name, comm->nccl_version);
     if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
     return kvpn_enqueue_watched(c, names[c->kind], kvpn_enqueue_nccl);
@@ -4983,18 +4960,16 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 /* Keeps a call until kvprim_group_end. */
 static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 {
-    if (c->kind < kvpn_send)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
-                           c->function);
+    KVPRIM_REFUSE(c->kind < kvpn_send, ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
+                  c->function);
     if (c->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpn_check_call(c));
-    if (group->calls_count > 0 && c->stream != group->stream)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is %p, but the group's earlier calls are on %p",
-                           c->function, (void *)c->stream, (void *)group->stream);
-    if (group->calls_count == group->calls_max)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the group has %d calls already, and takes no more", c->function,
-                           group->calls_count);
+    KVPRIM_REFUSE(group->calls_count > 0 && c->stream != group->stream, ARGUMENT,
+                  "%s: stream is %p, but the group's earlier calls are on %p", c->function, (void *)c->stream,
+                  (void *)group->stream);
+    KVPRIM_REFUSE(group->calls_count == group->calls_max, SIZE, "%s: the group has %d calls already, and takes no more",
+                  c->function, group->calls_count);
     const bool receives = c->kind == kvpn_recv;
     const kvpn_group_call kept = {receives ? c->recv : (void *)(uintptr_t)c->send, c->count, c->type, c->op_or_peer,
                                   receives};
@@ -5007,8 +4982,7 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
 {
     const kvpn_open_group *const group = &comm->teardown->group;
     kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
-    if (!group->open)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
+    KVPRIM_REFUSE(!group->open, ARGUMENT, "%s: no group is open", f);
     if (group->failed != KVPRIM_OK)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
     if (group->calls_count == 0)
@@ -5207,20 +5181,16 @@ static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *
 static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_desc *d)
 {
     const uint32_t least = kvpi_bits_of(d->scale_min);
-    if (d->dtype != KVPRIM_F16 && d->dtype != KVPRIM_BF16)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->dtype is %d, must be KVPRIM_F16 or KVPRIM_BF16", f,
-                           (int)d->dtype);
-    if ((kvpi_bits_of(d->eps) & 0x7fffffff) >= 0x7f800000 || d->eps < 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->eps is %g, must be finite and at least 0", f,
-                           (double)d->eps);
-    if (d->tokens < 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->tokens is %lld, must be at least 0", f, (long long)d->tokens);
-    if (d->hidden < 8 || d->hidden > kvpn_max_hidden || d->hidden % 8)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of 8, from 8 to %d", f,
-                           (long long)d->hidden, (int)kvpn_max_hidden);
-    if (least != 0 && (least < 0x00800000 || least > 0x7f000000))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_min is %g, neither 0 nor from 2^-126 to 2^127", f,
-                           (double)d->scale_min);
+    KVPRIM_REFUSE(d->dtype != KVPRIM_F16 && d->dtype != KVPRIM_BF16, ARGUMENT,
+                  "%s: desc->dtype is %d, must be KVPRIM_F16 or KVPRIM_BF16", f, (int)d->dtype);
+    KVPRIM_REFUSE((kvpi_bits_of(d->eps) & 0x7fffffff) >= 0x7f800000 || d->eps < 0, ARGUMENT,
+                  "%s: desc->eps is %g, must be finite and at least 0", f, (double)d->eps);
+    KVPRIM_REFUSE(d->tokens < 0, SIZE, "%s: desc->tokens is %lld, must be at least 0", f, (long long)d->tokens);
+    KVPRIM_REFUSE(d->hidden < 8 || d->hidden > kvpn_max_hidden || d->hidden % 8, SIZE,
+                  "%s: desc->hidden is %lld, must be a multiple of 8, from 8 to %d", f, (long long)d->hidden,
+                  (int)kvpn_max_hidden);
+    KVPRIM_REFUSE(least != 0 && (least < 0x00800000 || least > 0x7f000000), ARGUMENT,
+                  "%s: desc->scale_min is %g, neither 0 nor from 2^-126 to 2^127", f, (double)d->scale_min);
     const struct {
         const char *name;
         int64_t value, max;
@@ -5229,9 +5199,9 @@ static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_des
                   {"scale_power_of_two", d->scale_power_of_two, 1},
                   {"reserved", d->reserved, 0}};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value < 0 || fields[i].value > fields[i].max)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %s", f, fields[i].name,
-                               (long long)fields[i].value, fields[i].max ? "0 or 1" : "0");
+        KVPRIM_REFUSE(fields[i].value < 0 || fields[i].value > fields[i].max, ARGUMENT,
+                      "%s: desc->%s is %lld, must be %s", f, fields[i].name, (long long)fields[i].value,
+                      fields[i].max ? "0 or 1" : "0");
     return KVPRIM_OK;
 }
 
@@ -5242,27 +5212,24 @@ static kvprim_status kvpn_check_norm_places(const char *f, const kvprim_norm_des
     const int64_t words = kvpn_norm_words(d), tokens = d->tokens > 0 ? d->tokens : 1, step = d->scale_group_stride;
     const bool fits =
         step >= 0 && step <= most / words && d->scale_stride >= 0 && kvpn_norm_scale_stride(d) <= most / tokens;
-    if (!fits)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: desc->scale_stride is %lld and scale_group_stride %lld, less than 0 or too large for "
-                           "%lld tokens",
-                           f, (long long)d->scale_stride, (long long)step, (long long)d->tokens);
+    KVPRIM_REFUSE(!fits, SIZE,
+                  "%s: desc->scale_stride is %lld and scale_group_stride %lld, less than 0 or too large for "
+                  "%lld tokens",
+                  f, (long long)d->scale_stride, (long long)step, (long long)d->tokens);
     const int64_t s = kvpn_norm_scale_stride(d), g = kvpn_norm_group_stride(d);
-    if (tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (tokens - 1) * s)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: scales of %lld tokens, %lld words each, lie in each other: scale_stride is %lld and "
-                           "scale_group_stride %lld",
-                           f, (long long)tokens, (long long)words, (long long)s, (long long)g);
+    KVPRIM_REFUSE(tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (tokens - 1) * s, SIZE,
+                  "%s: scales of %lld tokens, %lld words each, lie in each other: scale_stride is %lld and "
+                  "scale_group_stride %lld",
+                  f, (long long)tokens, (long long)words, (long long)s, (long long)g);
     return KVPRIM_OK;
 }
 
 static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
 {
-    if (d->scale_group != 0 && d->scale_group != kvpn_norm_group)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_group is %d, must be 0 or 128", f,
-                           (int)d->scale_group);
-    if (d->scale_group && d->scale_per_token)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_group and scale_per_token are both set", f);
+    KVPRIM_REFUSE(d->scale_group != 0 && d->scale_group != kvpn_norm_group, ARGUMENT,
+                  "%s: desc->scale_group is %d, must be 0 or 128", f, (int)d->scale_group);
+    KVPRIM_REFUSE(d->scale_group && d->scale_per_token, ARGUMENT,
+                  "%s: desc->scale_group and scale_per_token are both set", f);
     if (!d->scale_group && (d->scale_stride || d->scale_group_stride || d->scale_power_of_two || d->scale_dtype))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->scale_group is 0", f,
                            d->scale_stride         ? "scale_stride"
@@ -5271,30 +5238,25 @@ static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_des
                                                    : "scale_dtype");
     if (!d->scale_group)
         return KVPRIM_OK;
-    if (d->scale_dtype != 0 && d->scale_dtype != KVPRIM_F32 && d->scale_dtype != KVPRIM_F8E8M0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f,
-                           (int)d->scale_dtype);
-    if (d->hidden % d->scale_group)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d", f,
-                           (long long)d->hidden, (int)d->scale_group);
+    KVPRIM_REFUSE(d->scale_dtype != 0 && d->scale_dtype != KVPRIM_F32 && d->scale_dtype != KVPRIM_F8E8M0, ARGUMENT,
+                  "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f, (int)d->scale_dtype);
+    KVPRIM_REFUSE(d->hidden % d->scale_group, SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d",
+                  f, (long long)d->hidden, (int)d->scale_group);
     return kvpn_check_norm_places(f, d);
 }
 
 /* >>impl_norm_check -- which tensors there must be, if there are tokens. */
 static kvprim_status kvpn_check_norm_outputs(const char *f, const kvprim_norm_desc *d)
 {
-    if (!d->weight)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->weight is NULL", f);
-    if (!d->out && !d->quantised)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->out and desc->quantised are NULL", f);
-    if (d->quantised && !d->scale)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->scale is NULL, but desc->quantised is set", f);
-    if (!d->quantised && (d->scale || d->scale_per_token || d->scale_group || d->scale_min > 0))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->quantised is NULL", f,
-                           d->scale             ? "scale"
-                           : d->scale_per_token ? "scale_per_token"
-                           : d->scale_group     ? "scale_group"
-                                                : "scale_min");
+    KVPRIM_REFUSE(!d->weight, NULL, "%s: desc->weight is NULL", f);
+    KVPRIM_REFUSE(!d->out && !d->quantised, NULL, "%s: desc->out and desc->quantised are NULL", f);
+    KVPRIM_REFUSE(d->quantised && !d->scale, NULL, "%s: desc->scale is NULL, but desc->quantised is set", f);
+    KVPRIM_REFUSE(!d->quantised && (d->scale || d->scale_per_token || d->scale_group || d->scale_min > 0), ARGUMENT,
+                  "%s: desc->%s is set, but desc->quantised is NULL", f,
+                  d->scale             ? "scale"
+                  : d->scale_per_token ? "scale_per_token"
+                  : d->scale_group     ? "scale_group"
+                                       : "scale_min");
     return KVPRIM_OK;
 }
 
@@ -5315,17 +5277,15 @@ static kvprim_status kvpn_check_norm_tensor(const char *f, const kvpn_norm_tenso
     const uint32_t alignment = on_host ? t->element : t->alignment;
     if (!t->data)
         return KVPRIM_OK;
-    if (t->stride && (t->stride < t->columns || t->stride % 8))
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: the stride of %s is %lld, must be a multiple of 8 and at least desc->hidden, %lld", f,
-                           t->name, (long long)t->stride, (long long)t->columns);
-    if ((uintptr_t)t->data % alignment)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %p, not aligned to %u bytes", f, t->name,
-                           (void *)(uintptr_t)t->data, (unsigned)alignment);
+    KVPRIM_REFUSE(t->stride && (t->stride < t->columns || t->stride % 8), SIZE,
+                  "%s: the stride of %s is %lld, must be a multiple of 8 and at least desc->hidden, %lld", f, t->name,
+                  (long long)t->stride, (long long)t->columns);
+    KVPRIM_REFUSE((uintptr_t)t->data % alignment, ARGUMENT, "%s: %s is %p, not aligned to %u bytes", f, t->name,
+                  (void *)(uintptr_t)t->data, (unsigned)alignment);
     const uint64_t row = (uint64_t)t->columns * t->element, left = UINTPTR_MAX - (uintptr_t)t->data;
-    if (row > left || (uint64_t)(t->rows - 1) > (left - row) / kvpn_norm_step(t))
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %p and has %lld rows of %llu bytes: past the end of memory", f,
-                           t->name, (void *)(uintptr_t)t->data, (long long)t->rows, (unsigned long long)row);
+    KVPRIM_REFUSE(row > left || (uint64_t)(t->rows - 1) > (left - row) / kvpn_norm_step(t), SIZE,
+                  "%s: %s is %p and has %lld rows of %llu bytes: past the end of memory", f, t->name,
+                  (void *)(uintptr_t)t->data, (long long)t->rows, (unsigned long long)row);
     return KVPRIM_OK;
 }
 
@@ -5370,8 +5330,7 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
         (void)snprintf(name, sizeof name, on_host ? "sends[%d]" : "desc->send", (int)r);
         const kvpn_norm_tensor addend = {name, sends[r], d->send_stride, d->tokens, d->hidden,
                                          2,    16,       kvpn_norm_send, 0};
-        if (!sends[r])
-            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, name);
+        KVPRIM_REFUSE(!sends[r], NULL, "%s: %s is NULL", f, name);
         KVPRIM_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
         for (int k = 0; k < kvpn_norm_tensors; k++)
             if (list[k].is == kvpn_norm_output)
@@ -5427,8 +5386,7 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
     kvprim_norm_desc rest = *d;
     sum.recv = c->comm->sums, sum.send = d->send, sum.count = bytes / c->element;
     rest.send = sum.recv, rest.send_stride = d->hidden;
-    if (!sum.recv)
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: kvprim_comm_init found no device memory for sums", f);
+    KVPRIM_REFUSE(!sum.recv, CUDA, "%s: kvprim_comm_init found no device memory for sums", f);
     if (d->send_stride != d->hidden) {
         KVPRIM_NCCL_TRY_CUDA(cudaMemcpy2DAsync(sum.recv, row, d->send, (size_t)d->send_stride * c->element, row,
                                                (size_t)d->tokens, cudaMemcpyDeviceToDevice, c->stream));
@@ -5481,8 +5439,7 @@ static kvprim_status kvpn_run_norm(kvpn_call *c)
 {
     const char *const f = c->function;
     const kvprim_norm_desc *const desc = c->norm;
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", f);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", f);
     KVPRIM_TRY(kvpn_check_norm(f, desc, &desc->send, 1, false));
     if (desc->tokens == 0)
         return KVPRIM_OK;
@@ -5671,10 +5628,8 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
 {
     const char *const f = "kvprim_all_reduce_norm_host";
     KVPRIM_RANGE(f);
-    if (!desc || !sends)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
-    if (world < 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
+    KVPRIM_REFUSE(!desc || !sends, NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
+    KVPRIM_REFUSE(world < 1, ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
     KVPRIM_TRY(kvpn_check_norm(f, desc, sends, world, true));
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     const int64_t each = d.scale_group ? d.scale_group : d.hidden; /* elements of a scale */
@@ -5693,20 +5648,19 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
 
 static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring, const kvprim_ring_desc *d)
 {
-    if (!ring || !d || !d->memory || !d->stream)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: ring, desc, desc->memory or desc->stream is NULL", f);
+    KVPRIM_REFUSE(!ring || !d || !d->memory || !d->stream, NULL, "%s: ring, desc, desc->memory or desc->stream is NULL",
+                  f);
     if (!kvpn_has_state(d->comm, kvpn_alive))
         return kvpn_fail_not_alive(f, d->comm);
-    if (d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank; desc->reserved is %lld",
-                           f, d->peer, (long long)d->reserved);
+    KVPRIM_REFUSE(d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0, ARGUMENT,
+                  "%s: desc->peer is %d, must be another rank; desc->reserved is %lld", f, d->peer,
+                  (long long)d->reserved);
     const bool again = ring->self == ring;
     const int32_t least = again ? ring->desc.slots : 1, most = again ? least : KVPRIM_MAX_RING_SLOTS;
     const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / KVPRIM_MAX_RING_SLOTS;
-    if (d->slots < least || d->slots > most || d->slot_bytes < 1 || d->slot_bytes > most_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %zu, must be 1 to %zu", f,
-                           d->slots, least, most, d->slot_bytes, most_bytes);
+    KVPRIM_REFUSE(d->slots < least || d->slots > most || d->slot_bytes < 1 || d->slot_bytes > most_bytes, SIZE,
+                  "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %zu, must be 1 to %zu", f, d->slots,
+                  least, most, d->slot_bytes, most_bytes);
     return KVPRIM_OK;
 }
 
@@ -5716,19 +5670,16 @@ enum { kvpn_ring_sends = 1, kvpn_ring_receives };
 /* out: a pointer that must not be NULL; bytes: of a chunk, or 1. */
 static kvprim_status kvpn_check_ring(const char *f, kvprim_ring *ring, const void *out, size_t bytes, int way)
 {
-    if (!ring || !out)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, ring ? "the place for the result" : "ring");
-    if (ring->self != ring)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: ring was not initialised, was moved, or has ended", f);
+    KVPRIM_REFUSE(!ring || !out, NULL, "%s: %s is NULL", f, ring ? "the place for the result" : "ring");
+    KVPRIM_REFUSE(ring->self != ring, ARGUMENT, "%s: ring was not initialised, was moved, or has ended", f);
     if (!kvpn_has_state(ring->desc.comm, kvpn_alive))
         return kvpn_fail_not_alive(f, ring->desc.comm);
-    if (ring->desc.comm->teardown->group.open)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, whose work is later than the ring's events", f);
-    if (bytes < 1 || bytes > ring->desc.slot_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %zu, must be 1 to %zu", f, bytes, ring->desc.slot_bytes);
-    if (ring->desc.reserved != 0 && ring->desc.reserved != way)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: this ring only %s", f,
-                           way == kvpn_ring_sends ? "receives" : "sends");
+    KVPRIM_REFUSE(ring->desc.comm->teardown->group.open, ARGUMENT,
+                  "%s: a group is open, whose work is later than the ring's events", f);
+    KVPRIM_REFUSE(bytes < 1 || bytes > ring->desc.slot_bytes, SIZE, "%s: bytes is %zu, must be 1 to %zu", f, bytes,
+                  ring->desc.slot_bytes);
+    KVPRIM_REFUSE(ring->desc.reserved != 0 && ring->desc.reserved != way, ARGUMENT, "%s: this ring only %s", f,
+                  way == kvpn_ring_sends ? "receives" : "sends");
     ring->desc.reserved = way;
     return KVPRIM_OK;
 }
@@ -5782,8 +5733,7 @@ KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struc
     const char *const f = "kvprim_ring_send";
     KVPRIM_TRY(kvpn_check_ring(f, ring, ring, bytes, kvpn_ring_sends));
     const uint64_t k = ring->ended % (uint64_t)ring->desc.slots;
-    if (ring->ended == ring->begun)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is claimed", f);
+    KVPRIM_REFUSE(ring->ended == ring->begun, ARGUMENT, "%s: no slot is claimed", f);
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], kvpn_stream(stream)));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(ring->desc.stream, ring->filled[k], 0));
     KVPRIM_TRY(kvprim_send(ring->desc.comm, (char *)ring->desc.memory + k * ring->desc.slot_bytes, bytes, KVPRIM_U8,
@@ -5797,9 +5747,8 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 {
     const char *const f = "kvprim_ring_credit";
     KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
-    if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, n,
-                           (int)(ring->ended - ring->freed));
+    KVPRIM_REFUSE(n < 0 || (uint64_t)n > ring->ended - ring->freed, SIZE,
+                  "%s: n is %d, but %d chunks lack their credit", f, n, (int)(ring->ended - ring->freed));
     ring->freed += (uint64_t)n;
     return KVPRIM_OK;
 }
@@ -5810,8 +5759,8 @@ KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struc
     KVPRIM_TRY(kvpn_check_ring(f, ring, slot, bytes, kvpn_ring_receives));
     const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     char *const at = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
-    if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: all slots are in use: the sender had no credit", f);
+    KVPRIM_REFUSE(ring->begun - ring->freed == (uint64_t)ring->desc.slots, ARGUMENT,
+                  "%s: all slots are in use: the sender had no credit", f);
     KVPRIM_TRY(kvprim_recv(ring->desc.comm, at, bytes, KVPRIM_U8, ring->desc.peer, ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(kvpn_stream(stream), ring->filled[k], 0));
@@ -5823,8 +5772,7 @@ KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_
 {
     const char *const f = "kvprim_ring_release";
     KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_receives));
-    if (ring->ended == ring->begun)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is received", f);
+    KVPRIM_REFUSE(ring->ended == ring->begun, ARGUMENT, "%s: no slot is received", f);
     KVPRIM_NCCL_TRY_CUDA(
         cudaEventRecord(ring->finished[ring->ended % (uint64_t)ring->desc.slots], kvpn_stream(stream)));
     ring->ended++;
