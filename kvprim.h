@@ -1764,11 +1764,6 @@ KVPRIM_AVX2 static inline __m256i kvpi_equal32_avx2(const int32_t *a, const int3
     return _mm256_and_si256(low, high);
 }
 
-KVPRIM_AVX2 static inline int kvpi_same64_avx2(const int32_t *a, const int32_t *b)
-{
-    return _mm256_movemask_epi8(_mm256_and_si256(kvpi_equal32_avx2(a, b), kvpi_equal32_avx2(a + 32, b + 32))) == -1;
-}
-
 /* The index of the lowest set bit of diff, at most n. diff may be 0, and may have bits set from n on. */
 KVPRIM_AVX2 static inline size_t kvpi_first(uint64_t diff, size_t n)
 {
@@ -1787,10 +1782,7 @@ KVPRIM_AVX2 static inline size_t kvpi_short_avx2(const int32_t *a, const int32_t
         return kvpi_first(kvpi_diff8_avx2(a, b) | kvpi_diff8_avx2(a + n - 8, b + n - 8) << (n - 8), n);
     if (n >= 4)
         return kvpi_first(kvpi_diff4_sse2(a, b) | (uint64_t)kvpi_diff4_sse2(a + n - 4, b + n - 4) << (n - 4), n);
-    size_t i = 0;
-    while (i < n && kvpi_load_u32(a + i) == kvpi_load_u32(b + i))
-        i++;
-    return i;
+    return kvprim_prefix_i32_scalar(a, n, b, n);
 }
 
 KVPRIM_API KVPRIM_AVX2 size_t kvprim_prefix_i32_avx2(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
@@ -1801,7 +1793,8 @@ KVPRIM_API KVPRIM_AVX2 size_t kvprim_prefix_i32_avx2(const int32_t *a, size_t a_
     if (_mm256_movemask_epi8(kvpi_equal32_avx2(a, b)) != -1)
         return (size_t)_tzcnt_u64(kvpi_diff32_avx2(a, b));
     size_t i = 32 - ((uintptr_t)a >> 2) % 8; /* a + i is aligned to 32 bytes */
-    while (i + 64 <= n && kvpi_same64_avx2(a + i, b + i))
+    while (i + 64 <= n && _mm256_movemask_epi8(_mm256_and_si256(kvpi_equal32_avx2(a + i, b + i),
+                                                                kvpi_equal32_avx2(a + i + 32, b + i + 32))) == -1)
         i += 64;
     for (; i + 32 <= n; i += 32)
         if (_mm256_movemask_epi8(kvpi_equal32_avx2(a + i, b + i)) != -1)
@@ -1931,8 +1924,7 @@ KVPRIM_API KVPRIM_AVX512 size_t kvprim_prefix_i32_avx512(const int32_t *a, size_
 KVPRIM_PREFIX_I64(kvprim_prefix_i64_avx512, kvprim_prefix_i32_avx512)
 
 /* Inlining this would take registers from the loop below. */
-KVPRIM_AVX512 __attribute__((noinline)) static size_t kvpi_many_rest_avx512(const int32_t *query, const int32_t *key,
-                                                                            size_t n)
+KVPRIM_AVX512 KVPRIM_SELDOM size_t kvpi_many_rest_avx512(const int32_t *query, const int32_t *key, size_t n)
 {
     return kvprim_prefix_i32_avx512(query, n, key, n);
 }
@@ -2140,24 +2132,18 @@ KVPRIM_API size_t kvprim_prefix_pages(size_t matched, size_t page_rows)
     return page_rows ? matched - matched % page_rows : matched;
 }
 
-/* Returns 1, or 0 and sets the error if a pointer is NULL whose length or count is not 0. */
-static int kvpi_many_check(const int32_t *query, size_t query_len, const int32_t *const *keys, const size_t *key_lens,
-                           size_t keys_count)
+/* A pointer must not be NULL if its length or count is not 0. */
+static kvprim_status kvpi_check_many(const int32_t *query, size_t query_len, const int32_t *const *keys,
+                                     const size_t *key_lens, size_t keys_count)
 {
     const char *const null = !query && query_len ? "query" : !keys ? "keys" : !key_lens ? "key_lens" : NULL;
-    if (null) {
-        (void)kvprim_fail(KVPRIM_ERROR_NULL,
-                          "kvprim_prefix_many_i32: %s is NULL, query_len is %llu, keys_count is %llu", null,
-                          (unsigned long long)query_len, (unsigned long long)keys_count);
-        return 0;
-    }
+    KVPRIM_REFUSE(null, NULL, "kvprim_prefix_many_i32: %s is NULL, query_len is %llu, keys_count is %llu", null,
+                  (unsigned long long)query_len, (unsigned long long)keys_count);
     for (size_t i = 0; i < keys_count; i++)
-        if (!keys[i] && key_lens[i]) {
-            (void)kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_prefix_many_i32: keys[%llu] is NULL and its length is %llu",
-                              (unsigned long long)i, (unsigned long long)key_lens[i]);
-            return 0;
-        }
-    return 1;
+        KVPRIM_REFUSE(!keys[i] && key_lens[i], NULL,
+                      "kvprim_prefix_many_i32: keys[%llu] is NULL and its length is %llu", (unsigned long long)i,
+                      (unsigned long long)key_lens[i]);
+    return KVPRIM_OK;
 }
 
 static size_t kvpi_many_each(const int32_t *query, size_t query_len, const int32_t *const *keys, const size_t *key_lens,
@@ -2169,10 +2155,8 @@ static size_t kvpi_many_each(const int32_t *query, size_t query_len, const int32
         const size_t len = prefix_i32(query, query_len, keys[i], key_lens[i]);
         if (out_len)
             out_len[i] = len;
-        if (len > best_len) {
-            best_len = len;
-            best = i;
-        }
+        best = len > best_len ? i : best;
+        best_len = len > best_len ? len : best_len;
     }
     return best;
 }
@@ -2183,7 +2167,7 @@ KVPRIM_API size_t kvprim_prefix_many_i32(const int32_t *query, size_t query_len,
     KVPRIM_RANGE("kvprim_prefix_many_i32");
     if (keys_count == 0)
         return KVPRIM_PREFIX_NONE;
-    if (!kvpi_many_check(query, query_len, keys, key_lens, keys_count))
+    if (kvpi_check_many(query, query_len, keys, key_lens, keys_count) != KVPRIM_OK)
         return KVPRIM_PREFIX_ERROR;
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512())
@@ -2268,12 +2252,6 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer)
     return side->table.data ? (char *)side->table.data + layer * side->layer_stride : NULL;
 }
 
-/* The bytes of a row's elements on one side, until kvpi_simplify(). */
-static int64_t kvpi_side_bytes(const kvprim_side *side)
-{
-    return side->piece_bytes;
-}
-
 /* Fills in the format of a side. Its table has its defaults, and all its heads. */
 KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
 {
@@ -2289,7 +2267,7 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
     f->scale_dtype = f->scale_dtype ? f->scale_dtype : KVPRIM_F32;
     f->scale_power_of_two |= f->scale_dtype == KVPRIM_F8E8M0;
     f->scale_min = f->scale_min > 0 ? f->scale_min : FLT_MIN;
-    const int64_t elements = kvpi_elements_in(f->dtype, kvpi_side_bytes(side));
+    const int64_t elements = kvpi_elements_in(f->dtype, side->piece_bytes);
     if (f->tile == 0)
         f->tile = f->scale == KVPRIM_SCALE_HEAD ? elements / t->heads : elements;
     if (f->scale_tile_stride == 0)
@@ -2398,7 +2376,7 @@ KVPRIM_SELDOM kvprim_status kvpi_fail_negative(const kvprim_move *m, const kvpri
 static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    const int64_t row_bytes = kvpi_side_bytes(side), piece = kvpi_piece_of(t, row_bytes);
+    const int64_t row_bytes = side->piece_bytes, piece = kvpi_piece_of(t, row_bytes);
     const int shared = t->head_stride == KVPRIM_HEADS_SHARED && t->heads > 1 && side == &m->src && !m->same_cache;
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if ((t->rows | t->page_rows | t->heads | t->stride | t->page_stride | (shared ? 0 : t->head_stride) | t->bytes |
@@ -2480,17 +2458,17 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)(loops[3].stride = kvpi_packed_layer(loops, 3));
     uint64_t span;
-    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(side) / t->heads), &span));
+    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(side->piece_bytes / t->heads), &span));
     if (span >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(side));
+    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), side->piece_bytes);
     return KVPRIM_OK;
 }
 
 /* The same for rows one after the other, in less time: the check is most of what a call costs the host. */
 static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
-    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(side);
+    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)side->piece_bytes;
     const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
@@ -2498,17 +2476,6 @@ static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)kvpi_mul(rows, stride);
     return KVPRIM_OK;
-}
-
-/* The table, and all layers that start in its memory, end inside it. */
-static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *side)
-{
-    const kvprim_table *const t = &side->table;
-    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(side));
-    reach = kvpi_add(reach, kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride));
-    if (reach <= (uint64_t)t->bytes)
-        return KVPRIM_OK;
-    return kvpi_fail_field(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
 }
 
 /* >>impl_check_format -- checks of a side's element type, and of its scales */
@@ -2679,7 +2646,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
     const kvprim_table *const t = &side->table;
     const kvprim_format *const f = t->format;
     const int32_t bytes = kvpi_is_four_bit(f->dtype) ? 1 : kvpi_dtype_bytes(f->dtype);
-    const int64_t elements = kvpi_elements_in(f->dtype, kvpi_side_bytes(side));
+    const int64_t elements = kvpi_elements_in(f->dtype, side->piece_bytes);
     const int64_t tiles = f->tile ? elements / f->tile : 1, packed = kvpi_packed(m);
     KVPRIM_TRY(kvpi_check_format_values(m, side));
     KVPRIM_TRY(kvpi_check_format_fields(m, side));
@@ -2724,7 +2691,7 @@ typedef struct kvpi_area {
 
 static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvpi_area area = {side->table, kvpi_side_bytes(side), kvpi_used_rows(m, side), side->layer_stride,
+    const kvpi_area area = {side->table, side->piece_bytes, kvpi_used_rows(m, side), side->layer_stride,
                             (int32_t)kvpi_stacked(m, side)};
     return area;
 }
@@ -2739,7 +2706,7 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     char *const inside = t->data ? (char *)t->data + f->scale_offset : NULL;
     kvpi_area a;
     a.table.heads =
-        f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_elements_in(f->dtype, kvpi_side_bytes(side)) / f->tile);
+        f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_elements_in(f->dtype, side->piece_bytes) / f->tile);
     a.row_bytes = (int64_t)a.table.heads * kvpi_dtype_bytes(f->scale_dtype);
     a.table.data = f->scales ? f->scales : inside;
     a.table.head_stride = f->scale_tile_stride;
@@ -2822,7 +2789,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
     kvprim_table *const t = &side->table;
     KVPRIM_TRY(kvpi_check_fields(m, side));
     t->head_stride = t->head_stride > 0 ? t->head_stride : 0; /* KVPRIM_HEADS_SHARED */
-    kvpi_resolve(t, kvpi_side_bytes(side));
+    kvpi_resolve(t, side->piece_bytes);
     if (!KVPRIM_LIKELY(!t->format)) {
         KVPRIM_TRY(kvpi_check_format(m, side));
         if (!kvpi_same_bytes(m->dst.table.format, m->src.table.format))
@@ -2837,8 +2804,12 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_plain(m, side));
     else
         KVPRIM_TRY(kvpi_check_loops(m, side));
-    if (t->bytes)
-        KVPRIM_TRY(kvpi_check_bytes(m, side));
+    if (t->bytes) { /* the table, and all layers that start in its memory, end inside it */
+        const uint64_t layers = kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride);
+        const uint64_t reach = kvpi_add(kvpi_reach(t, t->rows, side->piece_bytes), layers);
+        if (reach > (uint64_t)t->bytes)
+            return kvpi_fail_field(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
+    }
     if (!KVPRIM_LIKELY(!side->format.scale))
         KVPRIM_TRY(kvpi_check_scales(m, side, packed_layers));
     KVPRIM_REFUSE(!t->data && !side->device_layers, NULL, "%s: %s.data is NULL", m->names->function,
@@ -3168,13 +3139,6 @@ static const char *kvpi_use_field(const kvpi_use *use)
                                             : "";
 }
 
-static kvprim_status kvpi_fail_overlap(const char *function, const kvpi_use *a, const kvpi_use *b, const char *advice)
-{
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s%s (%p, %llu bytes) overlaps %s%s (%p, %llu bytes)%s", function,
-                       a->name, kvpi_use_field(a), a->data, (unsigned long long)a->bytes, b->name, kvpi_use_field(b),
-                       b->data, (unsigned long long)b->bytes, advice);
-}
-
 /* Rows and scales of what a move writes, which may interleave: they are compared one by one. With an array of layers,
    each layer is an area of its own; scales in the table's memory then lie in each of them in the same way. */
 static kvprim_status kvpi_check_areas(const char *function, const kvpi_use *a, const kvpi_use *b)
@@ -3224,7 +3188,10 @@ KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use
             return KVPRIM_OK;
     }
     const int transfer = both_rows && m->names->dst_index && m->names->src_index && a->data == b->data;
-    return kvpi_fail_overlap(function, a, &layer, transfer ? "; to copy rows inside one cache set same_cache" : "");
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s%s (%p, %llu bytes) overlaps %s%s (%p, %llu bytes)%s", function,
+                       a->name, kvpi_use_field(a), a->data, (unsigned long long)a->bytes, layer.name,
+                       kvpi_use_field(&layer), layer.data, (unsigned long long)layer.bytes,
+                       transfer ? "; to copy rows inside one cache set same_cache" : "");
 }
 
 /* Checks the uses from `first` on, beside each other and beside those before. */
@@ -3309,7 +3276,7 @@ static kvprim_status kvpi_check_sides(kvprim_move *m)
 {
     KVPRIM_REFUSE(m->row_bytes < 1, SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
                   (long long)m->row_bytes);
-    m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes;
+    m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes; /* of whole rows, until kvpi_simplify() */
     if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
     KVPRIM_TRY(kvpi_check_side(m, &m->dst));
@@ -3576,8 +3543,8 @@ static kvprim_status kvpi_finish_moves(kvprim_status status, kvprim_move *moves,
             m->dst.piece_bytes = m->src.piece_bytes = 0;
             continue;
         }
-        kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
-        kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
+        kvpi_simplify(&m->dst, m->dst.piece_bytes);
+        kvpi_simplify(&m->src, m->src.piece_bytes);
         if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
             m->layers = 1; /* no row moves: layer 0 counts */
     }

@@ -3244,10 +3244,9 @@ static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
     KVPRIM_NCCL_STORE(&task->exchange_requested, 1);
     while (!kvpn_wait_until(&task->exchange_requested, 0, 100) && !kvpn_is_cancelled(task))
         continue;
-    return task->exchange_result == 0
-               ? KVPRIM_OK
-               : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
-                             task->exchange_result);
+    KVPRIM_REFUSE(task->exchange_result != 0, ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
+                  task->exchange_result);
+    return KVPRIM_OK;
 }
 
 static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *theirs, int r)
@@ -5156,16 +5155,12 @@ static int64_t kvpn_norm_scale_stride(const kvprim_norm_desc *d)
     return d->scale_stride ? d->scale_stride : kvpn_norm_words(d) * kvpn_norm_group_stride(d);
 }
 
-/* Words from the first scale to the last. */
-static int64_t kvpn_norm_scales_of(const kvprim_norm_desc *d)
-{
-    const int64_t tokens = d->scale_group || d->scale_per_token ? d->tokens : 1;
-    return (tokens - 1) * kvpn_norm_scale_stride(d) + (kvpn_norm_words(d) - 1) * kvpn_norm_group_stride(d) + 1;
-}
-
 static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *list)
 {
-    const int64_t n = d->tokens, m = d->hidden, scales = kvpn_norm_scales_of(d);
+    const int64_t n = d->tokens, m = d->hidden, scaled = d->scale_group || d->scale_per_token ? n : 1;
+    /* words from the first scale to the last */
+    const int64_t scales =
+        (scaled - 1) * kvpn_norm_scale_stride(d) + (kvpn_norm_words(d) - 1) * kvpn_norm_group_stride(d) + 1;
     const uint32_t in = kvpn_norm_input, out = kvpn_norm_output, any = kvpn_norm_send | kvpn_norm_residual;
     const kvpn_norm_tensor all[kvpn_norm_tensors] = {
         {"desc->residual", d->residual, d->residual_stride, n, m, 2, 16, kvpn_norm_residual, 0},
