@@ -53,33 +53,16 @@
        >>impl_rows       where a row starts: index rule, page arithmetic; for kernels, too
        >>impl_elements   conversions of one element; what a new element type touches
        >>impl_types      ... by type: its bytes, its largest value, both conversions
-       >>impl        the implementation:
+       >>impl            the implementation:
            >>impl_status
-           >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
-           >>impl_table           defaults; where a layer starts; how far a table reaches
-           >>impl_check           checks of a table
-           >>impl_check_format    checks of a side's element type, and of its scales
-           >>impl_check_side      checks of one side, its index and `rejected`
-           >>impl_check_layers    overlap of layers
-           >>impl_check_areas     the arithmetic of it: whether any row or scale of one area meets one of another
-           >>impl_check_uses      all that a call uses in one list, and the refusal of two that meet (K over V, say)
-           >>impl_moves           descriptors into moves
-           >>impl_cpu_move        the executor: `rejected`, zero fill, copies
-           >>impl_cpu_blocks      conversion of a few elements
-           >>impl_cpu_convert     the executor's loop for rows that convert; gather, store, transfer
-           >>impl_layout          caches of engines, the staging area
-           >>impl_runs            moves as runs
-           >>impl_slots           page tables into slots
-           >>impl_list            what copy and unpack share: whether any destination meets any source
-           >>impl_copy
-           >>impl_unpack
-           >>impl_unpack_meta
-           >>impl_check_fetch     checks of a fetch and of its set
-           >>impl_fetch           lookup, eviction, order of use
-           >>impl_keys_sha        SHA-256: portable, x86, ARM
-           >>impl_keys            rules, requests under way, tokens as engines encode them
-           >>impl_keys_run        blocks hashed, of two requests at a time; checks
-           >>impl_key_table
+           prefix        >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
+           checks        >>impl_table   >>impl_check   >>impl_check_format   >>impl_check_side   >>impl_check_layers
+                         >>impl_check_areas   >>impl_check_uses
+           rows          >>impl_moves   >>impl_cpu_move   >>impl_cpu_blocks   >>impl_cpu_convert
+           layouts       >>impl_layout   >>impl_runs
+           lists         >>impl_slots   >>impl_list   >>impl_copy   >>impl_unpack   >>impl_unpack_meta
+           fetch         >>impl_check_fetch   >>impl_fetch
+           keys          >>impl_keys_sha   >>impl_keys   >>impl_keys_run   >>impl_key_table
 
    Rules that hold for every function here
        Errors     A function checks its descriptor before it moves the first byte. On an error it has written nothing,
@@ -2187,7 +2170,7 @@ KVPRIM_API const char *kvprim_isa(void)
 #endif
 }
 
-/* >>impl_table ----------------------------------------------------------------------------------------------------- */
+/* >>impl_table -- defaults; where a layer starts; how far a table reaches */
 
 /* Bytes of a table: what pointers can span, with room for one addition. 2^62 where they have 64 bits. */
 static const uint64_t kvpi_too_large = (uint64_t)PTRDIFF_MAX / 2 + 1;
@@ -2323,7 +2306,7 @@ static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
         side->page_shift = -1;
 }
 
-/* >>impl_check ----------------------------------------------------------------------------------------------------- */
+/* >>impl_check -- checks of a table */
 
 static const char *kvpi_name(const kvprim_move *m, const kvprim_side *side)
 {
@@ -2781,7 +2764,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
     return KVPRIM_OK;
 }
 
-/* >>impl_check_side ------------------------------------------------------------------------------------------------ */
+/* >>impl_check_side -- checks of one side, its index and `rejected` */
 
 /* Checks a side and fills in its defaults and its bytes. */
 static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
@@ -2828,7 +2811,7 @@ static size_t kvpi_index_align(kvprim_index_type type)
     return type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4;
 }
 
-/* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
+/* >>impl_check_layers -- overlap of layers */
 
 enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
@@ -3341,7 +3324,7 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u, int done)
     return kvpi_check_uses(m->names->function, u, before);
 }
 
-/* >>impl_moves ----------------------------------------------------------------------------------------------------- */
+/* >>impl_moves -- descriptors into moves */
 
 /* `moves`: where they are written; a function that writes none passes its name. */
 static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count, const void *moves)
@@ -3566,7 +3549,7 @@ KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc,
     return kvpi_finish_moves(kvpi_check_transfer(desc, moves), moves, 1);
 }
 
-/* >>impl_cpu_move -------------------------------------------------------------------------------------------------- */
+/* >>impl_cpu_move -- the executor: `rejected`, zero fill, copies */
 
 enum {
     kvpi_rows_ahead = 32,       /* rows found and prefetched before one is moved */
@@ -4160,7 +4143,7 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 }
 
 #ifndef KVPRIM_NO_LAYOUTS
-/* >>impl_layout ---------------------------------------------------------------------------------------------------- */
+/* >>impl_layout -- caches of engines, the staging area */
 
 /* What the caches hold. scale_stride: from one row's scales to the next after all rows of a page; 0: they lie in the
    row. scale_min: except in rows of 656 bytes, engines take a tile's largest magnitude as 1e-4 at least. */
@@ -4338,7 +4321,7 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
     return KVPRIM_OK;
 }
 
-/* >>impl_runs ------------------------------------------------------------------------------------------------------ */
+/* >>impl_runs -- moves as runs */
 
 typedef struct kvpi_stride {
     int64_t n, from, to; /* steps, and bytes of each on either side */
@@ -4464,7 +4447,7 @@ KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_i
 }
 #endif /* KVPRIM_NO_LAYOUTS */
 
-/* >>impl_slots ----------------------------------------------------------------------------------------------------- */
+/* >>impl_slots -- page tables into slots */
 
 /* An array of `elements`, of which there are as many as `field` says, `value`. */
 static kvprim_status kvpi_add_array(kvpi_uses *u, int written, const char *name, const void *data,
@@ -5091,7 +5074,7 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
     return KVPRIM_OK;
 }
 
-/* >>impl_check_fetch ----------------------------------------------------------------------------------------------- */
+/* >>impl_check_fetch -- checks of a fetch and of its set */
 #ifndef KVPRIM_NO_FETCH
 
 /* A field, and what it may be. */
@@ -5761,7 +5744,7 @@ KVPRIM_API void kvprim_sha256(const void *data, size_t bytes, void *digest)
     kvpi_sha_run(&one, 1);
 }
 
-/* >>impl_keys ------------------------------------------------------------------------------------------------------ */
+/* >>impl_keys -- rules, requests under way, tokens as engines encode them */
 
 #if defined(XXH_VERSION_NUMBER) && !defined(XXH_NO_XXH3)
 #if XXH_VERSION_NUMBER >= 800
@@ -5983,7 +5966,7 @@ static size_t kvpi_key_message(kvpi_chain *c, int sha)
     return (size_t)(p - start);
 }
 
-/* >>impl_keys_run -------------------------------------------------------------------------------------------------- */
+/* >>impl_keys_run -- blocks hashed, of two requests at a time; checks */
 
 /* A block's key is the parent of the next one. */
 KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c)

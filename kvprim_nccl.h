@@ -29,47 +29,18 @@
        >>norm             an all-reduce with the residual and the RMSNorm that follow it
        >>group            sends and receives that meet
        >>ring             chunks from one rank to another, through a few buffers, with credits
-       >>impl             the implementation, and its terms
-
-       Kernels
-       >>impl_protocol    how ranks exchange data: slots, turns, stops
-       >>impl_device      parameters of a kernel; loads and stores of slots
-       >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
-       >>impl_wait        where a kernel's wait ends: polls, the deadline, stop reasons
-       >>impl_pack        element types; packs loaded and stored, at unaligned ends too
-       >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, gathers of few bytes
-       >>impl_pipeline    between two ranks: one shot of many bytes
-       >>impl_parts       a part from each rank to each other one: gathers of many bytes, all-to-alls
-       >>impl_kernel      the kernel, and programmatic dependent launch
-       >>impl_norm        what follows a sum: the residual and the RMSNorm
-       >>impl_norm_few    the same with the sum, of few tokens, as fast as it goes
-       >>impl_norm_kernel the norm's kernels, and which form of them a launch takes
-
-       Host
-       >>impl_host        errors, time, threads; where a host's wait ends
-       >>impl_state       states of a communicator, and calls that are inside
-       >>impl_slots       slots that ranks of one process share
-       >>impl_teardown    the end of NCCL's communicator, on a thread of its own
-       >>impl_check       init: arguments, and why kernels are off
-       >>impl_exchange    init: what ranks tell each other
-       >>impl_peers       init: each other's memory
-       >>impl_choose      the table: which way and which kernel a collective takes, and up to which size
-       >>impl_load        kernels loaded when a communicator begins; clusters
-       >>impl_describe    the text of kvprim_comm_describe
-       >>impl_init        init: its steps, its thread, kvprim_comm_init
-       >>impl_end         abort and destroy
-       >>impl_watch       kvprim_comm_check, and where a wait for NCCL's collectives ends
-       >>impl_call        a collective's arguments
-       >>impl_launch      collectives by own kernels: which way, which grid
-       >>impl_launch_norm the same of the norm's kernels
-       >>impl_nccl        collectives by NCCL
-       >>impl_group       calls that wait for kvprim_group_end
-       >>impl_collective  the public collectives
-       >>impl_norm_call   all_reduce_norm: its arguments, and which kernels a call takes
-       >>impl_norm_check  ... whether its tensors fit and are apart
-       >>impl_norm_host   the same on the host
-       >>impl_ring        the ring
+       >>impl             the implementation, and its terms:
+           exchange       >>impl_protocol   >>impl_device   >>impl_turn   >>impl_wait
+           kernels        >>impl_pack   >>impl_sum   >>impl_ways   >>impl_pipeline   >>impl_parts   >>impl_kernel
+           ... of norms   >>impl_norm   >>impl_norm_few   >>impl_norm_kernel
+           host           >>impl_host   >>impl_state   >>impl_slots   >>impl_teardown
+           init           >>impl_check   >>impl_exchange   >>impl_peers   >>impl_choose   >>impl_load
+                          >>impl_describe   >>impl_init
+           afterwards     >>impl_end   >>impl_watch
+           collectives    >>impl_call   >>impl_launch   >>impl_launch_norm   >>impl_nccl   >>impl_group
+                          >>impl_collective
+           norms          >>impl_norm_call   >>impl_norm_check   >>impl_norm_host
+           rings          >>impl_ring
        What a new element type touches: kvprim.h's >>impl_elements.
 
    Rules that hold for every function here
@@ -603,7 +574,7 @@ enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 #ifndef KVPRIM_NCCL_KERNELS
 #define KVPRIM_NCCL_KERNELS
 
-/* >>impl_device ---------------------------------------------------------------------------------------------------- */
+/* >>impl_device -- parameters of a kernel; loads and stores of slots */
 
 #ifndef KVPRIM_NCCL_EMULATE /* the emulation runs the kernels on the CPU, a thread per rank, for the tests */
 #include <cuda_runtime.h>
@@ -732,7 +703,7 @@ KVPRIM_NCCL_DEVICE void kvpn_sleep(void)
 }
 #endif
 
-/* >>impl_turn ------------------------------------------------------------------------------------------------------ */
+/* >>impl_turn -- which slots a block uses in this call (why two sets do: >>impl_protocol) */
 
 /* Loads the block's turn when j is the thread's first pack. The load of that pack is already under way, so the two
    loads overlap: in the other order a small sum takes 10 % longer. */
@@ -759,7 +730,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_th
     return me.stop_reason ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, j);
 }
 
-/* >>impl_wait ------------------------------------------------------------------------------------------------------ */
+/* >>impl_wait -- where a kernel's wait ends: polls, the deadline, stop reasons */
 
 /* Writes why this rank stopped: for its host, for its later calls and, if it was the first to stop, for the other
    ranks. */
@@ -851,7 +822,7 @@ template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, u
                             uint4{kvpn_empty_word, kvpn_empty_word, kvpn_empty_word, kvpn_empty_word});
 }
 
-/* >>impl_pack ------------------------------------------------------------------------------------------------------ */
+/* >>impl_pack -- element types; packs loaded and stored, at unaligned ends too */
 
 /* Sends all ones as 0x7fffffff, whose elements are NaNs too: one of fp32; 0x7fff and 0xffff of fp16 and bf16; 0x7f and
    three times 0xff of e4m3 and e5m2. */
@@ -1048,7 +1019,7 @@ KVPRIM_NCCL_DEVICE void kvpn_store_pack(void *to, Bytes bytes, uint32_t i, V v)
     }
 }
 
-/* >>impl_sum ------------------------------------------------------------------------------------------------------- */
+/* >>impl_sum -- sums and other reductions, and which packs and ranks they take */
 
 /* The sign bits of a word; also a word of -0.0. */
 template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
@@ -1833,7 +1804,7 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
 #endif
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
+/* >>impl_kernel -- the kernel, and programmatic dependent launch */
 
 /* Called before the first access of memory. A kernel lets its successor start early only if the caller has promised
    that this waits: it may be one of NCCL's, and some of these (2.28 to 2.30.6) read what precedes them in the stream
@@ -2363,7 +2334,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_few_sum(const kvpn_norm_params &p, const kvpn_few_
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* >>impl_norm_kernel ----------------------------------------------------------------------------------------------- */
+/* >>impl_norm_kernel -- the norm's kernels, and which form of them a launch takes */
 
 /* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
    one again has met all others after they read it. */
@@ -2628,7 +2599,7 @@ static const void *kvpn_pick_few(kvprim_dtype dtype, int world, kvpn_norm_form f
 #endif /* KVPRIM_NCCL_KERNELS */
 #endif
 
-/* >>impl_host ------------------------------------------------------------------------------------------------------ */
+/* >>impl_host -- errors, time, threads; where a host's wait ends */
 
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && !defined(KVPRIM_NCCL_IMPLEMENTED)
 #define KVPRIM_NCCL_IMPLEMENTED
@@ -2859,7 +2830,7 @@ static kvprim_status kvpn_enter_alive(const char *function, kvprim_comm *comm)
     return kvpn_enter(comm, kvpn_alive, kvpn_alive) ? KVPRIM_OK : kvpn_fail_not_alive(function, comm);
 }
 
-/* >>impl_slots ----------------------------------------------------------------------------------------------------- */
+/* >>impl_slots -- slots that ranks of one process share */
 
 /* A rank's page and slots. Each rank of the same process that writes there has a reference. The last one frees it: the
    owner, unless others come late (kvpn_free_slots). A rank of another process has a mapping, and the owner waits until
@@ -2924,7 +2895,7 @@ static void kvpn_release_slots(kvpn_slots *slots, bool own)
         kvpn_run_job(kvpn_free_slots_memory, slots, !own);
 }
 
-/* >>impl_teardown -------------------------------------------------------------------------------------------------- */
+/* >>impl_teardown -- the end of NCCL's communicator, on a thread of its own */
 
 /* A send or a receive of an open group. */
 typedef struct kvpn_group_call {
@@ -3088,7 +3059,7 @@ static void kvpn_free_comm(kvprim_comm *comm)
     (void)cudaGetLastError();
 }
 
-/* >>impl_check ----------------------------------------------------------------------------------------------------- */
+/* >>impl_check -- init: arguments, and why kernels are off */
 
 /* The smallest peer memory has seven slots (kvpn_large_group) for each thread of a warp, in each of two turns and two
    areas, from each of 8 ranks, in 128 blocks, and the pages. */
@@ -3154,7 +3125,7 @@ static const char *kvpn_kernels_off_reason(const kvprim_comm_desc *desc)
 #endif
 }
 
-/* >>impl_exchange -------------------------------------------------------------------------------------------------- */
+/* >>impl_exchange -- init: what ranks tell each other */
 
 /* FNV-1a of the file's first line; 0: the file cannot be read, or is empty. */
 static uint64_t kvpn_hash_first_line(const char *path)
@@ -3377,7 +3348,7 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
-/* >>impl_peers ----------------------------------------------------------------------------------------------------- */
+/* >>impl_peers -- init: each other's memory */
 
 /* What connects two ranks, the slowest last. hidden: CUDA_VISIBLE_DEVICES leaves out the other's GPU. */
 typedef enum kvpn_link { kvpn_same_gpu, kvpn_nvlink, kvpn_hidden_link, kvpn_pcie, kvpn_network } kvpn_link;
@@ -3691,7 +3662,7 @@ static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, b
                                      : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
-/* >>impl_load ------------------------------------------------------------------------------------------------------ */
+/* >>impl_load -- kernels loaded when a communicator begins; clusters */
 
 static uint32_t kvpn_max_threads_for(int world)
 {
@@ -3799,7 +3770,7 @@ static bool kvpn_nccl_starts_early(int running)
     return running >= NCCL_VERSION(2, 28, 0) && running < NCCL_VERSION(2, 30, 7);
 }
 
-/* >>impl_describe -------------------------------------------------------------------------------------------------- */
+/* >>impl_describe -- the text of kvprim_comm_describe */
 
 static void kvpn_describe(kvpn_init_task *task)
 {
@@ -3846,7 +3817,7 @@ static void kvpn_describe(kvpn_init_task *task)
                    comm->sums ? "; 8 MB for sums that a norm follows" : "");
 }
 
-/* >>impl_init ------------------------------------------------------------------------------------------------------ */
+/* >>impl_init -- init: its steps, its thread, kvprim_comm_init */
 
 /* Makes NCCL's communicator, and what exchanges need. A rank that fails before that cannot tell the others. */
 static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
@@ -4082,7 +4053,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     return s;
 }
 
-/* >>impl_end ------------------------------------------------------------------------------------------------------- */
+/* >>impl_end -- abort and destroy */
 
 /* Kernels that wait see comm->stop. Later ones, and other ranks', see the stop reason in their page, which this writes,
    on a thread of its own: CUDA may not return while NCCL's work is stuck. */
@@ -4169,7 +4140,7 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     return s;
 }
 
-/* >>impl_watch ----------------------------------------------------------------------------------------------------- */
+/* >>impl_watch -- kvprim_comm_check, and where a wait for NCCL's collectives ends */
 
 /* Reports that an own kernel stopped, here or on another rank. */
 static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
@@ -4282,7 +4253,7 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm)
                                             : "not alive: not initialised, moved, aborted, or ended";
 }
 
-/* >>impl_call ------------------------------------------------------------------------------------------------------ */
+/* >>impl_call -- a collective's arguments */
 
 /* Name, bytes, and NCCL's ncclDataType_t, which older versions of its header lack. */
 typedef struct kvpn_type {
@@ -4503,7 +4474,7 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 }
 
 #ifdef KVPRIM_NCCL_KERNELS
-/* >>impl_launch ---------------------------------------------------------------------------------------------------- */
+/* >>impl_launch -- collectives by own kernels: which way, which grid */
 
 static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 2 * kvpn_max_blocks) * 8 >=
                   32 * (int)kvpn_pipeline_packs,
@@ -4722,7 +4693,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 #endif
 
 #ifndef KVPRIM_NO_NORM
-/* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
+/* >>impl_launch_norm -- the same of the norm's kernels */
 
 /* All take a description that was checked, with its defaults filled in (strides, scale_min), and at least one token.
    c: function, comm, stream. */
@@ -4818,7 +4789,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
 #endif
 #endif
 
-/* >>impl_nccl ------------------------------------------------------------------------------------------------------ */
+/* >>impl_nccl -- collectives by NCCL */
 
 /* Whether NCCL may take its symmetric kernels: both tensors lie in a window of this library's, or may lie in one of the
    caller's. */
@@ -5013,7 +4984,7 @@ KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
     return s;
 }
 
-/* >>impl_collective ------------------------------------------------------------------------------------------------ */
+/* >>impl_collective -- the public collectives */
 
 /* An all_gatherv of equal parts is an all_gather of bytes. */
 static void kvpn_simplify_counts(kvpn_call *c)
