@@ -5569,7 +5569,7 @@ static void kvpi_sha_portable(kvpi_lane *const *lanes, int n, size_t pieces)
 #define KVPRIM_SUM _mm_add_epi32
 typedef __m128i kvpi_words; /* four of a message or a state */
 
-/* Order: the bytes of words from memory as numbers, the first word lowest, or highest. */
+/* Four words as they lie in memory, big-endian, become numbers: the first one lowest, or highest. */
 KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_swap(kvpi_words x, int highest)
 {
     return _mm_shuffle_epi8(x, highest ? _mm_set_epi64x(0x0001020304050607, 0x08090a0b0c0d0e0f)
@@ -6069,10 +6069,10 @@ static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
 }
 
 #define KVPRIM_REFUSE_FIELD(condition, status, field, why)                                                             \
-    KVPRIM_REFUSE(condition, status, "%s: " #field " is %lld, " why, function, (long long)d->field)
+    KVPRIM_REFUSE(condition, status, "kvprim_keys: " #field " is %lld, " why, (long long)d->field)
 
 /* Of the blocks' n tokens, the first that the rule cannot hold. */
-static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_desc *d, int64_t n)
+static kvprim_status kvpi_check_tokens(const kvprim_keys_desc *d, int64_t n)
 {
     const kvpi_key_rule *const rule = kvpi_rule_of(d->rule);
     const int narrow = d->token_type == KVPRIM_I32;
@@ -6086,14 +6086,14 @@ static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_d
     for (; i < n; i++) {
         const int64_t v = kvpi_element(d->tokens, d->token_type, i);
         KVPRIM_REFUSE(v < rule->least || v > rule->most, SIZE,
-                      "%s: tokens[%lld] is %lld, less than %lld or more than %lld", function, (long long)i,
-                      (long long)v, (long long)rule->least, (long long)rule->most);
+                      "kvprim_keys: tokens[%lld] is %lld, less than %lld or more than %lld", (long long)i, (long long)v,
+                      (long long)rule->least, (long long)rule->most);
     }
     return KVPRIM_OK;
 }
 
 /* room: bytes for a block's extra. */
-static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_desc *d, int64_t blocks, int64_t room)
+static kvprim_status kvpi_check_extra(const kvprim_keys_desc *d, int64_t blocks, int64_t room)
 {
     const int kind = kvpi_rule_of(d->rule)->extra;
     uint64_t sum = 0;
@@ -6101,19 +6101,19 @@ static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_de
         const kvprim_key_extra x = d->extra[k], last = k ? d->extra[k - 1] : x;
         const int same = k && x.block == last.block;
         sum = (uint64_t)x.bytes + (same ? sum : 0);
-        KVPRIM_REFUSE(!x.data, NULL, "%s: extra[%lld].data is NULL", function, (long long)k);
+        KVPRIM_REFUSE(!x.data, NULL, "kvprim_keys: extra[%lld].data is NULL", (long long)k);
         KVPRIM_REFUSE(x.block < (k ? last.block : 0) || x.block >= blocks || x.token < (same ? last.token + 1 : 0) ||
                           x.token >= (kind == 2 ? d->block_tokens : 1),
-                      SIZE, "%s: extra[%lld] has block %lld and token %lld, %s", function, (long long)k,
-                      (long long)x.block, (long long)x.token, "out of range or not ascending");
+                      SIZE, "kvprim_keys: extra[%lld] has block %lld and token %lld, out of range or not ascending",
+                      (long long)k, (long long)x.block, (long long)x.token);
         KVPRIM_REFUSE(x.bytes < 1 || sum > (uint64_t)room || (kind == 2 && x.bytes != 32), SIZE,
-                      "%s: extra[%lld].bytes is %lld, less than 1 or more than fits: %lld%s", function, (long long)k,
+                      "kvprim_keys: extra[%lld].bytes is %lld, less than 1 or more than fits: %lld%s", (long long)k,
                       (long long)x.bytes, (long long)room, kind == 2 ? ", or not 32" : "");
     }
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_desc *d)
+static kvprim_status kvpi_check_keys(const kvprim_keys_desc *d)
 {
     const kvpi_key_rule *const rule = kvpi_rule_of(d->rule);
     KVPRIM_REFUSE_FIELD(d->count < 0, SIZE, count, "less than 0");
@@ -6151,19 +6151,19 @@ static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_des
                              : !d->parent && xxhash            ? "parent"
                              : !d->extra && d->extra_count > 0 ? "extra"
                                                                : NULL;
-    KVPRIM_REFUSE(null, NULL, "%s: %s is NULL", function, null);
-    const size_t size = wide ? 8 : 4, align = kvpi_index_align(KVPRIM_I64);
+    KVPRIM_REFUSE(null, NULL, "kvprim_keys: %s is NULL", null);
+    const size_t align = kvpi_index_align(KVPRIM_I64);
     kvpi_uses u;
     u.count = 0;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "keys", d->keys, (uint64_t)(blocks * rule->bytes), 1);
-    (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, kvpi_mul((uint64_t)n, size),
+    (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, kvpi_mul((uint64_t)n, wide ? 8 : 4),
                        kvpi_index_align(d->token_type));
     (void)kvpi_add_use(&u, kvpi_array, 0, "parent", d->parent,
                        (uint64_t)(d->parent_bytes ? d->parent_bytes : rule->bytes), 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "extra", d->extra, (uint64_t)d->extra_count * sizeof *d->extra, align);
-    KVPRIM_TRY(kvpi_check_uses(function, &u, 0));
-    KVPRIM_TRY(kvpi_check_extra(function, d, blocks, KVPRIM_MAX_KEY_BLOCK - d->block_tokens * each));
-    return kvpi_check_tokens(function, d, n);
+    KVPRIM_TRY(kvpi_check_uses("kvprim_keys", &u, 0));
+    KVPRIM_TRY(kvpi_check_extra(d, blocks, KVPRIM_MAX_KEY_BLOCK - d->block_tokens * each));
+    return kvpi_check_tokens(d, n);
 }
 
 KVPRIM_API kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n)
@@ -6171,7 +6171,7 @@ KVPRIM_API kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n)
     KVPRIM_RANGE("kvprim_keys");
     KVPRIM_REFUSE(!requests && n, NULL, "kvprim_keys: requests is NULL");
     for (size_t i = 0; i < n; i++) {
-        const kvprim_status status = kvpi_check_keys("kvprim_keys", &requests[i]);
+        const kvprim_status status = kvpi_check_keys(&requests[i]);
         if (status != KVPRIM_OK)
             return kvprim_fail(status, "%s (requests[%llu])", kvprim_last_error(), (unsigned long long)i);
     }
