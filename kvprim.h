@@ -6031,8 +6031,10 @@ static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvp
         if (*next == end)
             return 0;
         const kvprim_keys_desc *const d = (*next)++;
-        if (d->count > 0 && kvpi_rule_of(d->rule)->hash == kvpi_by_sha)
+        if (d->count > 0)
             kvpi_begin_chain(c, d);
+        if (d->count > 0 && c->rule->hash == kvpi_by_xxh3)
+            kvpi_keys_xxh3(c); /* alone: its blocks take few instructions */
     }
     if (c->written == c->block)
         (void)kvpi_key_message(c, 1);
@@ -6061,11 +6063,6 @@ static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
         if (lanes > 0)
             kvpi_sha_run(live, lanes);
     }
-    for (next = requests; next < end; next++)
-        if (next->count > 0 && kvpi_rule_of(next->rule)->hash == kvpi_by_xxh3) {
-            kvpi_begin_chain(c, next);
-            kvpi_keys_xxh3(c);
-        }
 }
 
 #define KVPRIM_REFUSE_FIELD(condition, status, field, why)                                                             \
@@ -6189,10 +6186,8 @@ KVPRIM_API uint64_t kvprim_key_event(kvprim_key_rule rule, const void *key)
 {
     const uint8_t *const p = (const uint8_t *)key;
     const int64_t bytes = kvprim_key_bytes(rule), last = rule <= KVPRIM_KEY_VLLM_XXHASH_CBOR ? bytes - 8 : 0;
-    uint64_t number = bytes ? kvpi_get_be(p + last) : 0;
-    if (rule == KVPRIM_KEY_DYNAMO)
-        kvpi_put_le((uint8_t *)&number, kvpi_load_u64(p));
-    return number;
+    const uint64_t number = bytes ? kvpi_get_be(p + last) : 0;
+    return rule == KVPRIM_KEY_DYNAMO ? kvpi_swapped(number) : number;
 }
 
 /* >>impl_key_table -- open addressing, linear probing. A slot is a value, -1 if it is empty, and a key */
