@@ -5679,12 +5679,9 @@ KVPRIM_SHA static void kvpi_sha_fast(kvpi_lane *const *lanes, int n, size_t piec
 enum { kvpi_isa_known = 1, kvpi_isa_sha = 2, kvpi_isa_vbmi2 = 4 };
 static uint32_t kvpi_isa; /* 0 until it is asked for: a virtual machine takes many microseconds for cpuid */
 
-static uint32_t kvpi_isa_of_keys(void)
+KVPRIM_SELDOM uint32_t kvpi_find_isa(void)
 {
-    uint32_t isa = __atomic_load_n(&kvpi_isa, __ATOMIC_RELAXED);
-    if (KVPRIM_LIKELY(isa))
-        return isa;
-    isa = kvpi_isa_known;
+    uint32_t isa = kvpi_isa_known;
 #if defined(KVPRIM_X86)
     uint32_t r[4];
     kvpi_cpuid(1, r);
@@ -5703,14 +5700,20 @@ static uint32_t kvpi_isa_of_keys(void)
     __atomic_store_n(&kvpi_isa, isa, __ATOMIC_RELAXED); /* threads that race here all store the same */
     return isa;
 }
+
+KVPRIM_INLINE int kvpi_has_isa(uint32_t wanted)
+{
+    const uint32_t isa = __atomic_load_n(&kvpi_isa, __ATOMIC_RELAXED);
+    return ((isa ? isa : kvpi_find_isa()) & wanted) != 0;
+}
 #endif
 
 /* Runs one or two lanes, until one of them has read its pieces. */
-static void kvpi_sha_run(kvpi_lane *const *lanes, int n)
+KVPRIM_INLINE void kvpi_sha_run(kvpi_lane *const *lanes, int n)
 {
     const size_t pieces = kvpi_min(lanes[0]->pieces, lanes[n - 1]->pieces);
 #ifdef KVPRIM_SHA
-    if (kvpi_isa_of_keys() & kvpi_isa_sha)
+    if (kvpi_has_isa(kvpi_isa_sha))
         kvpi_sha_fast(lanes, n, pieces);
     else
 #endif
@@ -5876,7 +5879,7 @@ KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const kvprim_keys_desc *d, in
     const int64_t end = first + d->block_tokens;
     int64_t i = first;
 #ifdef KVPRIM_X86
-    if (__atomic_load_n(&kvpi_isa, __ATOMIC_RELAXED) & kvpi_isa_vbmi2) /* kvpi_run_keys has asked */
+    if (kvpi_has_isa(kvpi_isa_vbmi2))
         p = kvpi_put_eights(p, d, form, &i);
 #endif
     for (; i < end; i++) {
