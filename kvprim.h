@@ -5906,9 +5906,11 @@ KVPRIM_INLINE uint8_t *kvpi_put(uint8_t *p, const void *data, size_t bytes)
 static uint8_t *kvpi_put_raw(uint8_t *p, const kvprim_keys_desc *d, int64_t first, int64_t n)
 {
     const int sglang = d->rule == KVPRIM_KEY_SGLANG, pairs = sglang && d->bigrams;
+    const kvprim_index_type type = d->token_type;
+    const void *const tokens = d->tokens;
+    const int32_t *const narrow = (const int32_t *)tokens + first;
     uint64_t any = 0;
-    const int32_t *const narrow = (const int32_t *)d->tokens + first;
-    if (d->token_type == KVPRIM_I32 && !pairs && kvpi_is_little()) {
+    if (type == KVPRIM_I32 && !pairs && kvpi_is_little()) {
         if (n == 16)
             memcpy(p, narrow, 64); /* the usual block, without a call */
         else
@@ -5916,11 +5918,12 @@ static uint8_t *kvpi_put_raw(uint8_t *p, const kvprim_keys_desc *d, int64_t firs
         return p + 4 * n;
     }
     for (int64_t i = 0; sglang && i < n + pairs; i++)
-        any |= (uint64_t)kvpi_element(d->tokens, d->token_type, first + i);
+        any |= (uint64_t)kvpi_element(tokens, type, first + i);
+    const size_t width = any >> 32 ? 8 : 4;
     *p = 0xff;
-    p += any >> 32 != 0;
-    for (int64_t i = 0; i < n << pairs; i++, p += any >> 32 ? 8 : 4)
-        kvpi_put_le(p, (uint64_t)kvpi_element(d->tokens, d->token_type, first + (pairs ? (i + 1) / 2 : i)));
+    p += width == 8;
+    for (int64_t i = 0; i < n << pairs; i++, p += width)
+        kvpi_put_le(p, (uint64_t)kvpi_element(tokens, type, first + ((i + pairs) >> pairs)));
     return p;
 }
 
@@ -5994,7 +5997,7 @@ static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
         kvprim_sha256(c->rule->first, (size_t)c->rule->first_bytes, c->first);
 }
 
-static void kvpi_keys_xxh3(kvpi_chain *c)
+KVPRIM_SELDOM void kvpi_keys_xxh3(kvpi_chain *c)
 {
 #ifdef KVPRIM_XXH3
     const int own = c->d->rule == KVPRIM_KEY_XXH3;
