@@ -5792,7 +5792,7 @@ typedef struct kvpi_chain {
     kvpi_lane lane;
     size_t ready[2], half; /* messages alternate between the halves of `data`, if they fit, ... */
     uint8_t *hole[2];      /* ... and are written before their parent is known, which goes here */
-    uint8_t first[32], digest[32], data[KVPRIM_MAX_KEY_BLOCK + 256];
+    uint8_t first[32], digest[40], data[KVPRIM_MAX_KEY_BLOCK + 256]; /* 40: `data` is aligned to 16, on 64 bits */
 } kvpi_chain;
 
 /* These write a token, and some bytes more, and return where it ends. There is no branch for what is hard to foresee,
