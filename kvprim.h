@@ -53,33 +53,16 @@
        >>impl_rows       where a row starts: index rule, page arithmetic; for kernels, too
        >>impl_elements   conversions of one element; what a new element type touches
        >>impl_types      ... by type: its bytes, its largest value, both conversions
-       >>impl        the implementation:
+       >>impl            the implementation:
            >>impl_status
-           >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
-           >>impl_table           defaults; where a layer starts; how far a table reaches
-           >>impl_check           checks of a table
-           >>impl_check_format    checks of a side's element type, and of its scales
-           >>impl_check_side      checks of one side, its index and `rejected`
-           >>impl_check_layers    overlap of layers
-           >>impl_check_areas     the arithmetic of it: whether any row or scale of one area meets one of another
-           >>impl_check_uses      all that a call uses in one list, and the refusal of two that meet (K over V, say)
-           >>impl_moves           descriptors into moves
-           >>impl_cpu_move        the executor: `rejected`, zero fill, copies
-           >>impl_cpu_blocks      conversion of a few elements
-           >>impl_cpu_convert     the executor's loop for rows that convert; gather, store, transfer
-           >>impl_layout          caches of engines, the staging area
-           >>impl_runs            moves as runs
-           >>impl_slots           page tables into slots
-           >>impl_list            what copy and unpack share: whether any destination meets any source
-           >>impl_copy
-           >>impl_unpack
-           >>impl_unpack_meta
-           >>impl_check_fetch     checks of a fetch and of its set
-           >>impl_fetch           lookup, eviction, order of use
-           >>impl_keys_sha        SHA-256: portable, x86, ARM
-           >>impl_keys            rules, requests under way, tokens as engines encode them
-           >>impl_keys_run        blocks hashed, of two requests at a time; checks
-           >>impl_key_table
+           prefix        >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
+           checks        >>impl_table   >>impl_check   >>impl_check_format   >>impl_check_side   >>impl_check_layers
+                         >>impl_check_areas   >>impl_check_uses
+           rows          >>impl_moves   >>impl_cpu_move   >>impl_cpu_blocks   >>impl_cpu_convert
+           layouts       >>impl_layout   >>impl_runs
+           lists         >>impl_slots   >>impl_list   >>impl_copy   >>impl_unpack   >>impl_unpack_meta
+           fetch         >>impl_check_fetch   >>impl_fetch
+           keys          >>impl_keys_sha   >>impl_keys   >>impl_keys_run   >>impl_key_table
 
    Rules that hold for every function here
        Errors     A function checks its descriptor before it moves the first byte. On an error it has written nothing,
@@ -1034,7 +1017,7 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 #endif
 
 /* For kvprim's headers alone. KVPRIM_LIKELY orders the code: a taken branch costs up to 2 cycles. KVPRIM_TRY returns
-   the status unless it is KVPRIM_OK. */
+   the status unless it is KVPRIM_OK, KVPRIM_REFUSE that of kvprim_fail() if the condition is met. */
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1)
 #else
@@ -1045,6 +1028,11 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
         const kvprim_status try_status = (call);                                                                       \
         if (!KVPRIM_LIKELY(try_status == KVPRIM_OK))                                                                   \
             return try_status;                                                                                         \
+    } while (0)
+#define KVPRIM_REFUSE(condition, status, ...)                                                                          \
+    do {                                                                                                               \
+        if (!KVPRIM_LIKELY(!(condition)))                                                                              \
+            return kvprim_fail(KVPRIM_ERROR_##status, __VA_ARGS__);                                                    \
     } while (0)
 
 /* For kvprim's headers alone: KVPRIM_RANGE(name) lasts until the function returns. */
@@ -1764,11 +1752,6 @@ KVPRIM_AVX2 static inline __m256i kvpi_equal32_avx2(const int32_t *a, const int3
     return _mm256_and_si256(low, high);
 }
 
-KVPRIM_AVX2 static inline int kvpi_same64_avx2(const int32_t *a, const int32_t *b)
-{
-    return _mm256_movemask_epi8(_mm256_and_si256(kvpi_equal32_avx2(a, b), kvpi_equal32_avx2(a + 32, b + 32))) == -1;
-}
-
 /* The index of the lowest set bit of diff, at most n. diff may be 0, and may have bits set from n on. */
 KVPRIM_AVX2 static inline size_t kvpi_first(uint64_t diff, size_t n)
 {
@@ -1787,10 +1770,7 @@ KVPRIM_AVX2 static inline size_t kvpi_short_avx2(const int32_t *a, const int32_t
         return kvpi_first(kvpi_diff8_avx2(a, b) | kvpi_diff8_avx2(a + n - 8, b + n - 8) << (n - 8), n);
     if (n >= 4)
         return kvpi_first(kvpi_diff4_sse2(a, b) | (uint64_t)kvpi_diff4_sse2(a + n - 4, b + n - 4) << (n - 4), n);
-    size_t i = 0;
-    while (i < n && kvpi_load_u32(a + i) == kvpi_load_u32(b + i))
-        i++;
-    return i;
+    return kvprim_prefix_i32_scalar(a, n, b, n);
 }
 
 KVPRIM_API KVPRIM_AVX2 size_t kvprim_prefix_i32_avx2(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
@@ -1801,7 +1781,8 @@ KVPRIM_API KVPRIM_AVX2 size_t kvprim_prefix_i32_avx2(const int32_t *a, size_t a_
     if (_mm256_movemask_epi8(kvpi_equal32_avx2(a, b)) != -1)
         return (size_t)_tzcnt_u64(kvpi_diff32_avx2(a, b));
     size_t i = 32 - ((uintptr_t)a >> 2) % 8; /* a + i is aligned to 32 bytes */
-    while (i + 64 <= n && kvpi_same64_avx2(a + i, b + i))
+    while (i + 64 <= n && _mm256_movemask_epi8(_mm256_and_si256(kvpi_equal32_avx2(a + i, b + i),
+                                                                kvpi_equal32_avx2(a + i + 32, b + i + 32))) == -1)
         i += 64;
     for (; i + 32 <= n; i += 32)
         if (_mm256_movemask_epi8(kvpi_equal32_avx2(a + i, b + i)) != -1)
@@ -1931,8 +1912,7 @@ KVPRIM_API KVPRIM_AVX512 size_t kvprim_prefix_i32_avx512(const int32_t *a, size_
 KVPRIM_PREFIX_I64(kvprim_prefix_i64_avx512, kvprim_prefix_i32_avx512)
 
 /* Inlining this would take registers from the loop below. */
-KVPRIM_AVX512 __attribute__((noinline)) static size_t kvpi_many_rest_avx512(const int32_t *query, const int32_t *key,
-                                                                            size_t n)
+KVPRIM_AVX512 KVPRIM_SELDOM size_t kvpi_many_rest_avx512(const int32_t *query, const int32_t *key, size_t n)
 {
     return kvprim_prefix_i32_avx512(query, n, key, n);
 }
@@ -2140,24 +2120,18 @@ KVPRIM_API size_t kvprim_prefix_pages(size_t matched, size_t page_rows)
     return page_rows ? matched - matched % page_rows : matched;
 }
 
-/* Returns 1, or 0 and sets the error if a pointer is NULL whose length or count is not 0. */
-static int kvpi_many_check(const int32_t *query, size_t query_len, const int32_t *const *keys, const size_t *key_lens,
-                           size_t keys_count)
+/* A pointer must not be NULL if its length or count is not 0. */
+static kvprim_status kvpi_check_many(const int32_t *query, size_t query_len, const int32_t *const *keys,
+                                     const size_t *key_lens, size_t keys_count)
 {
     const char *const null = !query && query_len ? "query" : !keys ? "keys" : !key_lens ? "key_lens" : NULL;
-    if (null) {
-        (void)kvprim_fail(KVPRIM_ERROR_NULL,
-                          "kvprim_prefix_many_i32: %s is NULL, query_len is %llu, keys_count is %llu", null,
-                          (unsigned long long)query_len, (unsigned long long)keys_count);
-        return 0;
-    }
+    KVPRIM_REFUSE(null, NULL, "kvprim_prefix_many_i32: %s is NULL, query_len is %llu, keys_count is %llu", null,
+                  (unsigned long long)query_len, (unsigned long long)keys_count);
     for (size_t i = 0; i < keys_count; i++)
-        if (!keys[i] && key_lens[i]) {
-            (void)kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_prefix_many_i32: keys[%llu] is NULL and its length is %llu",
-                              (unsigned long long)i, (unsigned long long)key_lens[i]);
-            return 0;
-        }
-    return 1;
+        KVPRIM_REFUSE(!keys[i] && key_lens[i], NULL,
+                      "kvprim_prefix_many_i32: keys[%llu] is NULL and its length is %llu", (unsigned long long)i,
+                      (unsigned long long)key_lens[i]);
+    return KVPRIM_OK;
 }
 
 static size_t kvpi_many_each(const int32_t *query, size_t query_len, const int32_t *const *keys, const size_t *key_lens,
@@ -2169,10 +2143,8 @@ static size_t kvpi_many_each(const int32_t *query, size_t query_len, const int32
         const size_t len = prefix_i32(query, query_len, keys[i], key_lens[i]);
         if (out_len)
             out_len[i] = len;
-        if (len > best_len) {
-            best_len = len;
-            best = i;
-        }
+        best = len > best_len ? i : best;
+        best_len = len > best_len ? len : best_len;
     }
     return best;
 }
@@ -2183,7 +2155,7 @@ KVPRIM_API size_t kvprim_prefix_many_i32(const int32_t *query, size_t query_len,
     KVPRIM_RANGE("kvprim_prefix_many_i32");
     if (keys_count == 0)
         return KVPRIM_PREFIX_NONE;
-    if (!kvpi_many_check(query, query_len, keys, key_lens, keys_count))
+    if (kvpi_check_many(query, query_len, keys, key_lens, keys_count) != KVPRIM_OK)
         return KVPRIM_PREFIX_ERROR;
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512())
@@ -2203,7 +2175,7 @@ KVPRIM_API const char *kvprim_isa(void)
 #endif
 }
 
-/* >>impl_table ----------------------------------------------------------------------------------------------------- */
+/* >>impl_table -- defaults; where a layer starts; how far a table reaches */
 
 /* Bytes of a table: what pointers can span, with room for one addition. 2^62 where they have 64 bits. */
 static const uint64_t kvpi_too_large = (uint64_t)PTRDIFF_MAX / 2 + 1;
@@ -2268,12 +2240,6 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer)
     return side->table.data ? (char *)side->table.data + layer * side->layer_stride : NULL;
 }
 
-/* The bytes of a row's elements on one side, until kvpi_simplify(). */
-static int64_t kvpi_side_bytes(const kvprim_side *side)
-{
-    return side->piece_bytes;
-}
-
 /* Fills in the format of a side. Its table has its defaults, and all its heads. */
 KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
 {
@@ -2289,7 +2255,7 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
     f->scale_dtype = f->scale_dtype ? f->scale_dtype : KVPRIM_F32;
     f->scale_power_of_two |= f->scale_dtype == KVPRIM_F8E8M0;
     f->scale_min = f->scale_min > 0 ? f->scale_min : FLT_MIN;
-    const int64_t elements = kvpi_elements_in(f->dtype, kvpi_side_bytes(side));
+    const int64_t elements = kvpi_elements_in(f->dtype, side->piece_bytes);
     if (f->tile == 0)
         f->tile = f->scale == KVPRIM_SCALE_HEAD ? elements / t->heads : elements;
     if (f->scale_tile_stride == 0)
@@ -2345,7 +2311,7 @@ static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
         side->page_shift = -1;
 }
 
-/* >>impl_check ----------------------------------------------------------------------------------------------------- */
+/* >>impl_check -- checks of a table */
 
 static const char *kvpi_name(const kvprim_move *m, const kvprim_side *side)
 {
@@ -2398,7 +2364,7 @@ KVPRIM_SELDOM kvprim_status kvpi_fail_negative(const kvprim_move *m, const kvpri
 static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    const int64_t row_bytes = kvpi_side_bytes(side), piece = kvpi_piece_of(t, row_bytes);
+    const int64_t row_bytes = side->piece_bytes, piece = kvpi_piece_of(t, row_bytes);
     const int shared = t->head_stride == KVPRIM_HEADS_SHARED && t->heads > 1 && side == &m->src && !m->same_cache;
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if ((t->rows | t->page_rows | t->heads | t->stride | t->page_stride | (shared ? 0 : t->head_stride) | t->bytes |
@@ -2406,9 +2372,8 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
         return kvpi_fail_negative(m, side);
     if (t->rows < kvpi_used_rows(m, side))
         return kvpi_fail_field(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
-    if (t->rows == 0 && (t->data || side->layers || side->device_layers))
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.rows is 0, but its data is set", m->names->function,
-                           kvpi_name(m, side));
+    KVPRIM_REFUSE(t->rows == 0 && (t->data || side->layers || side->device_layers), SIZE,
+                  "%s: %s.rows is 0, but its data is set", m->names->function, kvpi_name(m, side));
     if (t->heads > 1 && piece * t->heads != row_bytes)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the bytes of a row,",
                                (uint64_t)row_bytes);
@@ -2481,17 +2446,17 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)(loops[3].stride = kvpi_packed_layer(loops, 3));
     uint64_t span;
-    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(side) / t->heads), &span));
+    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(side->piece_bytes / t->heads), &span));
     if (span >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(side));
+    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), side->piece_bytes);
     return KVPRIM_OK;
 }
 
 /* The same for rows one after the other, in less time: the check is most of what a call costs the host. */
 static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
-    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(side);
+    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)side->piece_bytes;
     const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
@@ -2499,17 +2464,6 @@ static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)kvpi_mul(rows, stride);
     return KVPRIM_OK;
-}
-
-/* The table, and all layers that start in its memory, end inside it. */
-static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *side)
-{
-    const kvprim_table *const t = &side->table;
-    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(side));
-    reach = kvpi_add(reach, kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride));
-    if (reach <= (uint64_t)t->bytes)
-        return KVPRIM_OK;
-    return kvpi_fail_field(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
 }
 
 /* >>impl_check_format -- checks of a side's element type, and of its scales */
@@ -2539,32 +2493,27 @@ KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
 {
     const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
     const char *const function = m->names->function;
-    if (!dst || !src)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format is set, but %s.format is NULL", function,
-                           dst ? m->names->dst : m->names->src, dst ? m->names->src : m->names->dst);
+    KVPRIM_REFUSE(!dst || !src, ARGUMENT, "%s: %s.format is set, but %s.format is NULL", function,
+                  dst ? m->names->dst : m->names->src, dst ? m->names->src : m->names->dst);
     for (int k = 0; k < 2; k++)
         if (kvpi_dtype_bytes(k ? src->dtype : dst->dtype) == 0 && !kvpi_is_four_bit(k ? src->dtype : dst->dtype))
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.dtype is %d, which is no element type", function,
                                k ? m->names->src : m->names->dst, (int)(k ? src->dtype : dst->dtype));
-    if (!kvpi_same_bytes(dst, src) && !kvpi_converts(dst, src))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "%s: no conversion from %s.format.dtype, which is %d, to %s.format.dtype, which is %d",
-                           function, m->names->src, (int)src->dtype, m->names->dst, (int)dst->dtype);
-    if (m->same_cache && !kvpi_same_bytes(dst, src))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
-                           function, m->names->src, m->names->dst);
-    if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
-                           m->names->row_bytes, (long long)m->row_bytes);
+    KVPRIM_REFUSE(!kvpi_same_bytes(dst, src) && !kvpi_converts(dst, src), UNSUPPORTED,
+                  "%s: no conversion from %s.format.dtype, which is %d, to %s.format.dtype, which is %d", function,
+                  m->names->src, (int)src->dtype, m->names->dst, (int)dst->dtype);
+    KVPRIM_REFUSE(m->same_cache && !kvpi_same_bytes(dst, src), ARGUMENT,
+                  "%s: same_cache is 1, but elements of %s become those of %s", function, m->names->src, m->names->dst);
+    KVPRIM_REFUSE(m->row_bytes >= (int64_t)(kvpi_too_large / 4), SIZE, "%s: %s is %lld, too large for a conversion",
+                  function, m->names->row_bytes, (long long)m->row_bytes);
     const int64_t elements = kvpi_elements_in(src->dtype, m->row_bytes);
-    if (kvpi_bytes_of(src->dtype, elements) != m->row_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of an element's bytes, %d", function,
-                           m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
-    if (elements % kvpi_packed(m) != 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: %s is %lld, an odd number of elements, which %s.format.dtype packs "
-                           "in pairs",
-                           function, m->names->row_bytes, (long long)m->row_bytes, m->names->dst);
+    KVPRIM_REFUSE(kvpi_bytes_of(src->dtype, elements) != m->row_bytes, SIZE,
+                  "%s: %s is %lld, no multiple of an element's bytes, %d", function, m->names->row_bytes,
+                  (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
+    KVPRIM_REFUSE(elements % kvpi_packed(m) != 0, SIZE,
+                  "%s: %s is %lld, an odd number of elements, which %s.format.dtype packs "
+                  "in pairs",
+                  function, m->names->row_bytes, (long long)m->row_bytes, m->names->dst);
     m->dst.piece_bytes = kvpi_bytes_of(dst->dtype, elements);
     return KVPRIM_OK;
 }
@@ -2635,13 +2584,11 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
                   {"scales_bytes", f->scales_bytes, 0}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
         if (!KVPRIM_LIKELY(fields[k].value == 0)) {
-            if (fields[k].least ? kind < fields[k].least : !own)
-                return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
-                                   m->names->function, kvpi_name(m, side), fields[k].name, kind,
-                                   kind && !own ? " in the table's memory" : "");
-            if (fields[k].value < 0)
-                return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
-                                   kvpi_name(m, side), fields[k].name, (long long)fields[k].value);
+            KVPRIM_REFUSE(fields[k].least ? kind < fields[k].least : !own, ARGUMENT,
+                          "%s: %s.format.%s is set, but has no meaning with scale %d%s", m->names->function,
+                          kvpi_name(m, side), fields[k].name, kind, kind && !own ? " in the table's memory" : "");
+            KVPRIM_REFUSE(fields[k].value < 0, SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
+                          kvpi_name(m, side), fields[k].name, (long long)fields[k].value);
         }
     return KVPRIM_OK;
 }
@@ -2687,15 +2634,15 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
     const kvprim_table *const t = &side->table;
     const kvprim_format *const f = t->format;
     const int32_t bytes = kvpi_is_four_bit(f->dtype) ? 1 : kvpi_dtype_bytes(f->dtype);
-    const int64_t elements = kvpi_elements_in(f->dtype, kvpi_side_bytes(side));
+    const int64_t elements = kvpi_elements_in(f->dtype, side->piece_bytes);
     const int64_t tiles = f->tile ? elements / f->tile : 1, packed = kvpi_packed(m);
     KVPRIM_TRY(kvpi_check_format_values(m, side));
     KVPRIM_TRY(kvpi_check_format_fields(m, side));
     if (kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         return KVPRIM_OK;
-    if (f->scale && !f->scales && f->scale_offset == 0 && t->rows > 0) /* the first scale would be the first element */
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.format.scales is NULL, and scale_offset is 0", m->names->function,
-                           kvpi_name(m, side));
+    KVPRIM_REFUSE(f->scale && !f->scales && f->scale_offset == 0 && t->rows > 0, NULL,
+                  "%s: %s.format.scales is NULL, and scale_offset is 0", m->names->function,
+                  kvpi_name(m, side)); /* the first scale would be the first element */
     if (t->heads > 1 && elements % t->heads != 0)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the elements of a row,",
                                (uint64_t)elements);
@@ -2732,7 +2679,7 @@ typedef struct kvpi_area {
 
 static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvpi_area area = {side->table, kvpi_side_bytes(side), kvpi_used_rows(m, side), side->layer_stride,
+    const kvpi_area area = {side->table, side->piece_bytes, kvpi_used_rows(m, side), side->layer_stride,
                             (int32_t)kvpi_stacked(m, side)};
     return area;
 }
@@ -2747,7 +2694,7 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     char *const inside = t->data ? (char *)t->data + f->scale_offset : NULL;
     kvpi_area a;
     a.table.heads =
-        f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_elements_in(f->dtype, kvpi_side_bytes(side)) / f->tile);
+        f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_elements_in(f->dtype, side->piece_bytes) / f->tile);
     a.row_bytes = (int64_t)a.table.heads * kvpi_dtype_bytes(f->scale_dtype);
     a.table.data = f->scales ? f->scales : inside;
     a.table.head_stride = f->scale_tile_stride;
@@ -2822,7 +2769,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
     return KVPRIM_OK;
 }
 
-/* >>impl_check_side ------------------------------------------------------------------------------------------------ */
+/* >>impl_check_side -- checks of one side, its index and `rejected` */
 
 /* Checks a side and fills in its defaults and its bytes. */
 static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
@@ -2830,7 +2777,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
     kvprim_table *const t = &side->table;
     KVPRIM_TRY(kvpi_check_fields(m, side));
     t->head_stride = t->head_stride > 0 ? t->head_stride : 0; /* KVPRIM_HEADS_SHARED */
-    kvpi_resolve(t, kvpi_side_bytes(side));
+    kvpi_resolve(t, side->piece_bytes);
     if (!KVPRIM_LIKELY(!t->format)) {
         KVPRIM_TRY(kvpi_check_format(m, side));
         if (!kvpi_same_bytes(m->dst.table.format, m->src.table.format))
@@ -2845,12 +2792,16 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_plain(m, side));
     else
         KVPRIM_TRY(kvpi_check_loops(m, side));
-    if (t->bytes)
-        KVPRIM_TRY(kvpi_check_bytes(m, side));
+    if (t->bytes) { /* the table, and all layers that start in its memory, end inside it */
+        const uint64_t layers = kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride);
+        const uint64_t reach = kvpi_add(kvpi_reach(t, t->rows, side->piece_bytes), layers);
+        if (reach > (uint64_t)t->bytes)
+            return kvpi_fail_field(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
+    }
     if (!KVPRIM_LIKELY(!side->format.scale))
         KVPRIM_TRY(kvpi_check_scales(m, side, packed_layers));
-    if (!t->data && !side->device_layers)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
+    KVPRIM_REFUSE(!t->data && !side->device_layers, NULL, "%s: %s.data is NULL", m->names->function,
+                  kvpi_name(m, side));
     return KVPRIM_OK;
 }
 
@@ -2865,7 +2816,7 @@ static size_t kvpi_index_align(kvprim_index_type type)
     return type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4;
 }
 
-/* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
+/* >>impl_check_layers -- overlap of layers */
 
 enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
@@ -2949,16 +2900,15 @@ static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64
 static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64_t *sorted, int32_t n, int32_t later)
 {
     for (int32_t k = 1; k < n; k++)
-        if (sorted[k] == sorted[k - 1])
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
-                               (void *)(uintptr_t)sorted[k]);
+        KVPRIM_REFUSE(sorted[k] == sorted[k - 1], OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
+                      (void *)(uintptr_t)sorted[k]);
     for (int32_t l = later; l < m->layers; l++) {
         const uint64_t dst = kvpi_layer_address(&m->dst, l);
         if (dst < sorted[0] || dst > sorted[n - 1])
             continue;
-        if (sorted[kvpi_lower_bound(sorted, n, dst)] == dst)
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst layer %d (%p) is another layer of dst, too",
-                               m->names->function, (int)l, (void *)(uintptr_t)dst);
+        KVPRIM_REFUSE(sorted[kvpi_lower_bound(sorted, n, dst)] == dst, OVERLAP,
+                      "%s: dst layer %d (%p) is another layer of dst, too", m->names->function, (int)l,
+                      (void *)(uintptr_t)dst);
     }
     return KVPRIM_OK;
 }
@@ -3007,19 +2957,16 @@ static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
                 {"page_stride", to->page_rows ? to->page_stride : 0, from->page_rows ? from->page_stride : 0},
                 {"heads", to->heads, from->heads},
                 {"head_stride", to->heads > 1 ? to->head_stride : 0, from->heads > 1 ? from->head_stride : 0}};
-    if (m->dst.device_layers != m->src.device_layers)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: same_cache is 1, but dst_device_layers is %p and src_device_layers %p", function,
-                           (const void *)m->dst.device_layers, (const void *)m->src.device_layers);
+    KVPRIM_REFUSE(m->dst.device_layers != m->src.device_layers, ARGUMENT,
+                  "%s: same_cache is 1, but dst_device_layers is %p and src_device_layers %p", function,
+                  (const void *)m->dst.device_layers, (const void *)m->src.device_layers);
     for (size_t k = 0; k < sizeof same / sizeof *same; k++)
-        if (same[k].dst != same[k].src)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but dst.%s is %lld and src.%s %lld",
-                               function, same[k].field, (long long)same[k].dst, same[k].field, (long long)same[k].src);
+        KVPRIM_REFUSE(same[k].dst != same[k].src, ARGUMENT, "%s: same_cache is 1, but dst.%s is %lld and src.%s %lld",
+                      function, same[k].field, (long long)same[k].dst, same[k].field, (long long)same[k].src);
     for (int32_t l = 0; l < m->layers; l++)
-        if (kvprim_side_layer(&m->dst, l) != kvprim_side_layer(&m->src, l))
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but layer %d is at %p in dst, at %p in src",
-                               function, (int)l, (void *)kvprim_side_layer(&m->dst, l),
-                               (void *)kvprim_side_layer(&m->src, l));
+        KVPRIM_REFUSE(kvprim_side_layer(&m->dst, l) != kvprim_side_layer(&m->src, l), ARGUMENT,
+                      "%s: same_cache is 1, but layer %d is at %p in dst, at %p in src", function, (int)l,
+                      (void *)kvprim_side_layer(&m->dst, l), (void *)kvprim_side_layer(&m->src, l));
     return KVPRIM_OK;
 }
 
@@ -3180,13 +3127,6 @@ static const char *kvpi_use_field(const kvpi_use *use)
                                             : "";
 }
 
-static kvprim_status kvpi_fail_overlap(const char *function, const kvpi_use *a, const kvpi_use *b, const char *advice)
-{
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s%s (%p, %llu bytes) overlaps %s%s (%p, %llu bytes)%s", function,
-                       a->name, kvpi_use_field(a), a->data, (unsigned long long)a->bytes, b->name, kvpi_use_field(b),
-                       b->data, (unsigned long long)b->bytes, advice);
-}
-
 /* Rows and scales of what a move writes, which may interleave: they are compared one by one. With an array of layers,
    each layer is an area of its own; scales in the table's memory then lie in each of them in the same way. */
 static kvprim_status kvpi_check_areas(const char *function, const kvpi_use *a, const kvpi_use *b)
@@ -3236,16 +3176,19 @@ KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use
             return KVPRIM_OK;
     }
     const int transfer = both_rows && m->names->dst_index && m->names->src_index && a->data == b->data;
-    return kvpi_fail_overlap(function, a, &layer, transfer ? "; to copy rows inside one cache set same_cache" : "");
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s%s (%p, %llu bytes) overlaps %s%s (%p, %llu bytes)%s", function,
+                       a->name, kvpi_use_field(a), a->data, (unsigned long long)a->bytes, layer.name,
+                       kvpi_use_field(&layer), layer.data, (unsigned long long)layer.bytes,
+                       transfer ? "; to copy rows inside one cache set same_cache" : "");
 }
 
 /* Checks the uses from `first` on, beside each other and beside those before. */
 static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, int first)
 {
     for (const kvpi_use *a = u->use + first, *const end = u->use + u->count; a < end; a++) {
-        if (!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0))
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s%s (%p) is not aligned to %d bytes", function, a->name,
-                               kvpi_use_field(a), a->data, a->align);
+        KVPRIM_REFUSE(!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0), ARGUMENT,
+                      "%s: %s%s (%p) is not aligned to %d bytes", function, a->name, kvpi_use_field(a), a->data,
+                      a->align);
         for (const kvpi_use *b = u->use; b < a; b++)
             if ((a->written | b->written) && !KVPRIM_LIKELY(!kvpi_overlap(a->data, a->bytes, b->data, b->bytes)))
                 KVPRIM_TRY(a->kind >= b->kind ? kvpi_check_pair(function, a, b) : kvpi_check_pair(function, b, a));
@@ -3302,17 +3245,15 @@ static kvprim_status kvpi_add_index(kvpi_uses *u, const kvprim_move *m, kvprim_s
     const uint64_t size = type == KVPRIM_I64 ? 8 : 4;
     if (!side->index_stride)
         side->index_stride = 1;
-    if (type != KVPRIM_I32 && type != KVPRIM_I64)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                           name, (int)type);
-    if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
-                           (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
+    KVPRIM_REFUSE(type != KVPRIM_I32 && type != KVPRIM_I64, ARGUMENT,
+                  "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function, name, (int)type);
+    KVPRIM_REFUSE(side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE, SIZE,
+                  "%s: %s_stride is %lld, less than 0 or more than %lld", function, name, (long long)side->index_stride,
+                  (long long)KVPRIM_MAX_INDEX_STRIDE);
     const uint64_t steps = kvpi_mul((uint64_t)m->count - 1, (uint64_t)side->index_stride);
     const uint64_t bytes = kvpi_add(kvpi_mul(steps, size), size);
-    if (bytes >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
-                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
+    KVPRIM_REFUSE(bytes >= kvpi_too_large, SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
+                  (long long)m->count, name, (unsigned long long)kvpi_too_large);
     if (first)
         (void)kvpi_add_use(u, kvpi_array, 0, name, side->index, bytes, kvpi_index_align(type));
     return KVPRIM_OK;
@@ -3321,10 +3262,9 @@ static kvprim_status kvpi_add_index(kvpi_uses *u, const kvprim_move *m, kvprim_s
 /* Checks a move by itself, except its index, and fills in all its defaults. */
 static kvprim_status kvpi_check_sides(kvprim_move *m)
 {
-    if (m->row_bytes < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
-                           (long long)m->row_bytes);
-    m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes;
+    KVPRIM_REFUSE(m->row_bytes < 1, SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
+                  (long long)m->row_bytes);
+    m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes; /* of whole rows, until kvpi_simplify() */
     if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
     KVPRIM_TRY(kvpi_check_side(m, &m->dst));
@@ -3389,17 +3329,14 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u, int done)
     return kvpi_check_uses(m->names->function, u, before);
 }
 
-/* >>impl_moves ----------------------------------------------------------------------------------------------------- */
+/* >>impl_moves -- descriptors into moves */
 
 /* `moves`: where they are written; a function that writes none passes its name. */
 static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count, const void *moves)
 {
-    if (!moves)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s_moves: moves is NULL", function);
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
-    if (*count < 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, less than 0", function, (long long)*count);
+    KVPRIM_REFUSE(!moves, NULL, "%s_moves: moves is NULL", function);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", function);
+    KVPRIM_REFUSE(*count < 0, SIZE, "%s: count is %lld, less than 0", function, (long long)*count);
     return KVPRIM_OK;
 }
 
@@ -3435,11 +3372,9 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     m->zero = !d->keep_padding;
     if (m->count == 0)
         return KVPRIM_OK;
-    if (!d->index)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather: index is NULL");
-    if (d->keep_padding != 0 && d->keep_padding != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_gather: keep_padding is %d, neither 0 nor 1",
-                           (int)d->keep_padding);
+    KVPRIM_REFUSE(!d->index, NULL, "kvprim_gather: index is NULL");
+    KVPRIM_REFUSE(d->keep_padding != 0 && d->keep_padding != 1, ARGUMENT,
+                  "kvprim_gather: keep_padding is %d, neither 0 nor 1", (int)d->keep_padding);
     if (d->reserved)
         return kvpi_fail_reserved("kvprim_gather", "", "", "");
     kvpi_uses uses;
@@ -3465,13 +3400,11 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     }
     if (d->count == 0)
         return KVPRIM_OK;
-    if (!d->slot)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: slot is NULL");
+    KVPRIM_REFUSE(!d->slot, NULL, "kvprim_store: slot is NULL");
     if (d->reserved_slot | d->reserved)
         return kvpi_fail_reserved("kvprim_store", "", "", "");
-    if (!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: v_cache.data is NULL, but %s is set",
-                           d->v.data ? "v.data" : "v_bytes");
+    KVPRIM_REFUSE(!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows, NULL,
+                  "kvprim_store: v_cache.data is NULL, but %s is set", d->v.data ? "v.data" : "v_bytes");
     kvpi_uses uses;
     uses.count = 0;
     KVPRIM_TRY(kvpi_check_move(&m[0], &uses, 0));
@@ -3493,12 +3426,10 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
     const char *const name = kvpi_name(m, side), *const device = side->device_layers ? "device_" : "";
     if (!side->layers && !side->device_layers)
         return KVPRIM_OK;
-    if (side->layers && side->device_layers)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_device_layers are set", m->names->function,
-                           name, name);
-    if (side->layer_stride)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_%slayers and %s_layer_stride are set",
-                           m->names->function, name, device, name);
+    KVPRIM_REFUSE(side->layers && side->device_layers, ARGUMENT, "%s: both %s_layers and %s_device_layers are set",
+                  m->names->function, name, name);
+    KVPRIM_REFUSE(side->layer_stride, ARGUMENT, "%s: both %s_%slayers and %s_layer_stride are set", m->names->function,
+                  name, device, name);
     side->table.data = side->layers ? side->layers[0] : NULL;
     uint64_t null = 0; /* bit 63 is set if a layer is NULL; the loop has no branch */
     for (int32_t l = 0; side->layers && l < m->layers; l++) {
@@ -3506,9 +3437,8 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
         null |= (address - 1) & ~address;
     }
     for (int32_t l = 0; null >> 63 && l < m->layers && kvpi_used_rows(m, side) > 0; l++)
-        if (!side->layers[l])
-            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
-                               (int)l);
+        KVPRIM_REFUSE(!side->layers[l], NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
+                      (int)l);
     return KVPRIM_OK;
 }
 
@@ -3531,25 +3461,21 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
         return KVPRIM_OK;
     if (d->reserved)
         return kvpi_fail_reserved("kvprim_transfer", "", "", "");
-    if (d->host_index != 0 && d->host_index != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: host_index is %d, neither 0 nor 1",
-                           (int)d->host_index);
-    if (d->layers < 0 || d->layers > KVPRIM_MAX_LAYERS)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_transfer: layers is %d, less than 0 or more than %d",
-                           (int)d->layers, (int)KVPRIM_MAX_LAYERS);
-    if (m->same_cache != 0 && m->same_cache != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: same_cache is %d, neither 0 nor 1",
-                           (int)m->same_cache);
+    KVPRIM_REFUSE(d->host_index != 0 && d->host_index != 1, ARGUMENT,
+                  "kvprim_transfer: host_index is %d, neither 0 nor 1", (int)d->host_index);
+    KVPRIM_REFUSE(d->layers < 0 || d->layers > KVPRIM_MAX_LAYERS, SIZE,
+                  "kvprim_transfer: layers is %d, less than 0 or more than %d", (int)d->layers, (int)KVPRIM_MAX_LAYERS);
+    KVPRIM_REFUSE(m->same_cache != 0 && m->same_cache != 1, ARGUMENT,
+                  "kvprim_transfer: same_cache is %d, neither 0 nor 1", (int)m->same_cache);
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->dst));
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->src));
     kvpi_uses uses;
     uses.count = 0;
     KVPRIM_TRY(kvpi_check_move(m, &uses, 0));
-    if (m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache)
-        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                           "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
-                           "one cache set same_cache",
-                           (const void *)m->dst.device_layers);
+    KVPRIM_REFUSE(m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache, OVERLAP,
+                  "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
+                  "one cache set same_cache",
+                  (const void *)m->dst.device_layers);
     return KVPRIM_OK;
 }
 
@@ -3605,8 +3531,8 @@ static kvprim_status kvpi_finish_moves(kvprim_status status, kvprim_move *moves,
             m->dst.piece_bytes = m->src.piece_bytes = 0;
             continue;
         }
-        kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
-        kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
+        kvpi_simplify(&m->dst, m->dst.piece_bytes);
+        kvpi_simplify(&m->src, m->src.piece_bytes);
         if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
             m->layers = 1; /* no row moves: layer 0 counts */
     }
@@ -3628,7 +3554,7 @@ KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc,
     return kvpi_finish_moves(kvpi_check_transfer(desc, moves), moves, 1);
 }
 
-/* >>impl_cpu_move -------------------------------------------------------------------------------------------------- */
+/* >>impl_cpu_move -- the executor: `rejected`, zero fill, copies */
 
 enum {
     kvpi_rows_ahead = 32,       /* rows found and prefetched before one is moved */
@@ -4196,8 +4122,7 @@ static kvprim_status kvpi_run_moves(kvprim_status status, const kvprim_move *mov
 KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
 {
     KVPRIM_RANGE("kvprim_cpu_move");
-    if (!moves && n)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    KVPRIM_REFUSE(!moves && n, NULL, "kvprim_cpu_move: moves is NULL");
     return kvpi_run_moves(KVPRIM_OK, moves, n);
 }
 
@@ -4223,7 +4148,7 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 }
 
 #ifndef KVPRIM_NO_LAYOUTS
-/* >>impl_layout ---------------------------------------------------------------------------------------------------- */
+/* >>impl_layout -- caches of engines, the staging area */
 
 /* What the caches hold. scale_stride: from one row's scales to the next after all rows of a page; 0: they lie in the
    row. scale_min: except in rows of 656 bytes, engines take a tile's largest magnitude as 1e-4 at least. */
@@ -4400,7 +4325,7 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
     return KVPRIM_OK;
 }
 
-/* >>impl_runs ------------------------------------------------------------------------------------------------------ */
+/* >>impl_runs -- moves as runs */
 
 typedef struct kvpi_stride {
     int64_t n, from, to; /* steps, and bytes of each on either side */
@@ -4526,16 +4451,16 @@ KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_i
 }
 #endif /* KVPRIM_NO_LAYOUTS */
 
-/* >>impl_slots ----------------------------------------------------------------------------------------------------- */
+/* >>impl_slots -- page tables into slots */
 
 /* An array of `elements`, of which there are as many as `field` says, `value`. */
 static kvprim_status kvpi_add_array(kvpi_uses *u, int written, const char *name, const void *data,
                                     kvprim_index_type type, uint64_t elements, const char *field, int64_t value)
 {
     const uint64_t bytes = kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4);
-    if (data && bytes >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_slots: %s is %lld, which makes %s larger than %llu bytes", field,
-                           (long long)value, name, (unsigned long long)kvpi_too_large);
+    KVPRIM_REFUSE(data && bytes >= kvpi_too_large, SIZE,
+                  "kvprim_slots: %s is %lld, which makes %s larger than %llu bytes", field, (long long)value, name,
+                  (unsigned long long)kvpi_too_large);
     (void)kvpi_add_use(u, written ? kvpi_counter : kvpi_array, written, name, data, bytes, kvpi_index_align(type));
     return KVPRIM_OK;
 }
@@ -4570,22 +4495,18 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
                              : !d->request                 ? "request"
                              : !d->position                ? "position"
                                                            : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    if (d->cu_seqlens && mixed)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both cu_seqlens (%p) and %s (%p) are set", function,
-                           d->cu_seqlens, mixed, d->request ? d->request : d->position);
-    if (d->starts && !d->cu_seqlens)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
-                           d->starts);
+    KVPRIM_REFUSE(null, NULL, "%s: %s is NULL", function, null);
+    KVPRIM_REFUSE(d->cu_seqlens && mixed, ARGUMENT, "%s: both cu_seqlens (%p) and %s (%p) are set", function,
+                  d->cu_seqlens, mixed, d->request ? d->request : d->position);
+    KVPRIM_REFUSE(d->starts && !d->cu_seqlens, ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
+                  d->starts);
     if (d->reserved_pages | d->reserved_token | d->reserved_slot)
         return kvpi_fail_reserved(function, "", "", "");
     const kvpi_number types[] = {
         {"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
     for (int k = 0; k < 3; k++)
-        if (types[k].value != KVPRIM_I32 && types[k].value != KVPRIM_I64)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                               types[k].field, (int)types[k].value);
+        KVPRIM_REFUSE(types[k].value != KVPRIM_I32 && types[k].value != KVPRIM_I64, ARGUMENT,
+                      "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function, types[k].field, (int)types[k].value);
     return KVPRIM_OK;
 }
 
@@ -4596,20 +4517,18 @@ static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d
         {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
     KVPRIM_TRY(kvpi_check_given(function, d));
     for (int k = 0; k < 4; k++)
-        if (sizes[k].value < 1)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
-                               (long long)sizes[k].value);
-    if (d->page_starts && d->pages_stride)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pages_stride is %lld, but page_starts (%p) is set", function,
-                           (long long)d->pages_stride, d->page_starts);
+        KVPRIM_REFUSE(sizes[k].value < 1, SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
+                      (long long)sizes[k].value);
+    KVPRIM_REFUSE(d->page_starts && d->pages_stride, ARGUMENT, "%s: pages_stride is %lld, but page_starts (%p) is set",
+                  function, (long long)d->pages_stride, d->page_starts);
     if (d->pages_stride == 0 && !d->page_starts)
         d->pages_stride = d->max_pages;
-    if (d->pages_stride < d->max_pages && !d->page_starts)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: pages_stride is %lld, less than max_pages, %lld", function,
-                           (long long)d->pages_stride, (long long)d->max_pages);
-    if (d->slot_type == KVPRIM_I32 && d->rows > int32_rows)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: rows is %lld, more than int32 slots can name, %lld", function,
-                           (long long)d->rows, (long long)int32_rows);
+    KVPRIM_REFUSE(d->pages_stride < d->max_pages && !d->page_starts, SIZE,
+                  "%s: pages_stride is %lld, less than max_pages, %lld", function, (long long)d->pages_stride,
+                  (long long)d->max_pages);
+    KVPRIM_REFUSE(d->slot_type == KVPRIM_I32 && d->rows > int32_rows, SIZE,
+                  "%s: rows is %lld, more than int32 slots can name, %lld", function, (long long)d->rows,
+                  (long long)int32_rows);
     return kvpi_check_arrays(function, d);
 }
 
@@ -4962,9 +4881,9 @@ static kvprim_status kvpi_check_list(const kvpi_list *l, kvpi_ends dst, kvpi_end
     kvpi_sweep s;
     const uint64_t first = dst.first < src.first ? dst.first : src.first, low = dst.first + src.first - first;
     const uint64_t last = dst.last > src.last ? dst.last : src.last, high = dst.last + src.last - last;
-    if (low <= high && l->count > KVPRIM_MAX_COPIES)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d, and sources lie between destinations",
-                           l->function, (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
+    KVPRIM_REFUSE(low <= high && l->count > KVPRIM_MAX_COPIES, SIZE,
+                  "%s: count is %llu, more than %d, and sources lie between destinations", l->function,
+                  (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
     s.list = l;
     s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
     if (kvpi_debug)
@@ -4982,13 +4901,11 @@ static kvprim_status kvpi_check_buffers(const char *function, const char *null, 
                                         uint64_t src_bytes, const void *dst, uint64_t dst_bytes)
 {
     null = null ? null : !src && src_bytes ? "src" : !dst && dst_bytes ? "dst" : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    if (reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)reserved);
-    if ((uint64_t)(size_t)src_bytes != src_bytes || (uint64_t)(size_t)dst_bytes != dst_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
-                           function, (unsigned long long)src_bytes, (unsigned long long)dst_bytes);
+    KVPRIM_REFUSE(null, NULL, "%s: %s is NULL", function, null);
+    KVPRIM_REFUSE(reserved, ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)reserved);
+    KVPRIM_REFUSE((uint64_t)(size_t)src_bytes != src_bytes || (uint64_t)(size_t)dst_bytes != dst_bytes, SIZE,
+                  "%s: src_bytes %llu or dst_bytes %llu is more than an address holds", function,
+                  (unsigned long long)src_bytes, (unsigned long long)dst_bytes);
     return KVPRIM_OK;
 }
 
@@ -4999,9 +4916,8 @@ static kvprim_status kvpi_check_item(const kvprim_copy_item *items, size_t i)
     const uint64_t room = (uint64_t)UINTPTR_MAX - (dst > src ? dst : src);
     if (c.bytes == 0 || (c.dst && c.bytes - 1 <= room))
         return KVPRIM_OK;
-    if (!c.dst)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_copy: items[%llu].dst is NULL, and its bytes are %llu",
-                           (unsigned long long)i, (unsigned long long)c.bytes);
+    KVPRIM_REFUSE(!c.dst, NULL, "kvprim_copy: items[%llu].dst is NULL, and its bytes are %llu", (unsigned long long)i,
+                  (unsigned long long)c.bytes);
     return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_copy: items[%llu] is %llu bytes from %s %p on, past the last address",
                        (unsigned long long)i, (unsigned long long)c.bytes, dst > src ? "dst" : "src",
                        dst > src ? c.dst : c.src);
@@ -5023,14 +4939,12 @@ static kvprim_status kvpi_check_items_apart(const kvprim_copy_desc *d)
 KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
 {
     static const char function[] = "kvprim_copy";
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_check_buffers(function, desc->items ? NULL : "items", desc->reserved, NULL, 0, NULL, 0));
-    if (desc->count > KVPRIM_MAX_COPIES)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d", function,
-                           (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
+    KVPRIM_REFUSE(desc->count > KVPRIM_MAX_COPIES, SIZE, "%s: count is %llu, more than %d", function,
+                  (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
     for (size_t i = 0; i < desc->count; i++)
         KVPRIM_TRY(kvpi_check_item(desc->items, i));
     const kvpi_list list = {function, "items", desc->items, NULL, {0, 0}, desc->count};
@@ -5090,16 +5004,15 @@ static int kvpi_fragments_fit(const kvprim_unpack_desc *d)
 KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
 {
     static const char function[] = "kvprim_unpack";
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_check_buffers(function, desc->fragments ? NULL : "fragments", desc->reserved, desc->src,
                                   desc->src_bytes, desc->dst, desc->dst_bytes));
     const uint64_t fragments_bytes = kvpi_mul(desc->count, sizeof(kvprim_fragment));
-    if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes))
-        return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function,
-                           desc->dst, (unsigned long long)desc->dst_bytes, (const void *)desc->fragments);
+    KVPRIM_REFUSE(kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes), OVERLAP,
+                  "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function, desc->dst,
+                  (unsigned long long)desc->dst_bytes, (const void *)desc->fragments);
     if (!kvpi_fragments_fit(desc))
         for (size_t i = 0; i < desc->count; i++)
             KVPRIM_TRY(kvpi_check_fragment(desc, i));
@@ -5128,16 +5041,14 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc)
 {
     static const char function[] = "kvprim_unpack_meta";
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", function);
     if (desc->max_count == 0)
         return KVPRIM_OK;
     const char *const null = !desc->meta ? "meta" : !desc->count ? "count" : NULL;
     KVPRIM_TRY(
         kvpi_check_buffers(function, null, desc->reserved, desc->src, desc->src_bytes, desc->dst, desc->dst_bytes));
-    if (desc->max_count > KVPRIM_MAX_UNPACK_META)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: max_count is %llu, more than %d", function,
-                           (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
+    KVPRIM_REFUSE(desc->max_count > KVPRIM_MAX_UNPACK_META, SIZE, "%s: max_count is %llu, more than %d", function,
+                  (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
     kvpi_uses u;
     u.count = 0;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", desc->rejected, 4, 4);
@@ -5167,7 +5078,7 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
     return KVPRIM_OK;
 }
 
-/* >>impl_check_fetch ----------------------------------------------------------------------------------------------- */
+/* >>impl_check_fetch -- checks of a fetch and of its set */
 #ifndef KVPRIM_NO_FETCH
 
 /* A field, and what it may be. */
@@ -5581,9 +5492,7 @@ static const uint32_t kvpi_sha_k[64] = {
 static int kvpi_is_little(void)
 {
     const uint16_t one = 1;
-    uint8_t first;
-    memcpy(&first, &one, 1);
-    return first;
+    return *(const uint8_t *)&one;
 }
 
 KVPRIM_INLINE uint64_t kvpi_swapped(uint64_t v)
@@ -5614,48 +5523,49 @@ KVPRIM_INLINE uint64_t kvpi_get_be(const uint8_t *p)
     return kvpi_is_little() ? kvpi_swapped(v) : v;
 }
 
-/* Adds `pieces` pieces of 64 bytes of each lane's data to a state, and writes the next one, which may be the same. */
-typedef void kvpi_sha_fn(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data, size_t pieces,
-                         int lanes);
+/* A chain under way: `pieces` pieces of 64 bytes at `at` change a state, and the next one goes to `to`. */
+typedef struct kvpi_lane {
+    const uint8_t *state, *at;
+    uint8_t *to;
+    size_t pieces;
+} kvpi_lane;
 
 KVPRIM_INLINE uint32_t kvpi_rotated(uint32_t x, int right)
 {
     return x >> right | x << (32 - right);
 }
 
-static void kvpi_sha_piece(const uint8_t *from, uint8_t *to, const uint8_t *data)
+static void kvpi_sha_portable(kvpi_lane *const *lanes, int n, size_t pieces)
 {
-    uint32_t w[64], s[8];
-    for (int i = 0; i < 16; i++)
-        w[i] = (uint32_t)(kvpi_get_be(data + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
-    for (int i = 16; i < 64; i++) {
-        const uint32_t a = w[i - 15], b = w[i - 2];
-        w[i] = w[i - 16] + (kvpi_rotated(a, 7) ^ kvpi_rotated(a, 18) ^ a >> 3) + w[i - 7] +
-               (kvpi_rotated(b, 17) ^ kvpi_rotated(b, 19) ^ b >> 10);
+    for (size_t k = 0; k < pieces * (size_t)n; k++) {
+        const size_t piece = k % pieces;
+        const kvpi_lane *const lane = lanes[k / pieces];
+        const uint8_t *const state = piece ? lane->to : lane->state, *const at = lane->at + 64 * piece;
+        uint32_t w[64], s[8];
+        for (int i = 0; i < 16; i++)
+            w[i] = (uint32_t)(kvpi_get_be(at + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
+        for (int i = 16; i < 64; i++) {
+            const uint32_t a = w[i - 15], b = w[i - 2];
+            w[i] = w[i - 16] + (kvpi_rotated(a, 7) ^ kvpi_rotated(a, 18) ^ a >> 3) + w[i - 7] +
+                   (kvpi_rotated(b, 17) ^ kvpi_rotated(b, 19) ^ b >> 10);
+        }
+        for (int i = 0; i < 8; i++)
+            s[i] = (uint32_t)(kvpi_get_be(state + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
+        for (int i = 0; i < 64; i++) {
+            const uint32_t a = s[0], e = s[4];
+            const uint32_t t = s[7] + (kvpi_rotated(e, 6) ^ kvpi_rotated(e, 11) ^ kvpi_rotated(e, 25)) +
+                               ((e & s[5]) ^ (~e & s[6])) + kvpi_sha_k[i] + w[i];
+            const uint32_t u = (kvpi_rotated(a, 2) ^ kvpi_rotated(a, 13) ^ kvpi_rotated(a, 22)) +
+                               ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
+            memmove(s + 1, s, 7 * sizeof *s);
+            s[4] += t, s[0] = t + u;
+        }
+        for (int i = 0; i < 8; i += 2) {
+            const uint64_t old = kvpi_get_be(state + 4 * i);
+            const uint32_t high = s[i] + (uint32_t)(old >> 32), low = s[i + 1] + (uint32_t)old;
+            kvpi_put_be(lane->to + 4 * i, (uint64_t)high << 32 | low);
+        }
     }
-    for (int i = 0; i < 8; i++)
-        s[i] = (uint32_t)(kvpi_get_be(from + 8 * (i / 2)) >> (i % 2 ? 0 : 32));
-    for (int i = 0; i < 64; i++) {
-        const uint32_t a = s[0], e = s[4];
-        const uint32_t t = s[7] + (kvpi_rotated(e, 6) ^ kvpi_rotated(e, 11) ^ kvpi_rotated(e, 25)) +
-                           ((e & s[5]) ^ (~e & s[6])) + kvpi_sha_k[i] + w[i];
-        const uint32_t u = (kvpi_rotated(a, 2) ^ kvpi_rotated(a, 13) ^ kvpi_rotated(a, 22)) +
-                           ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
-        memmove(s + 1, s, 7 * sizeof *s);
-        s[4] += t, s[0] = t + u;
-    }
-    for (int i = 0; i < 8; i += 2) {
-        const uint64_t old = kvpi_get_be(from + 4 * i);
-        kvpi_put_be(to + 4 * i, (uint64_t)(s[i] + (uint32_t)(old >> 32)) << 32 | (uint32_t)(s[i + 1] + (uint32_t)old));
-    }
-}
-
-static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data, size_t pieces,
-                              int lanes)
-{
-    for (int l = 0; l < lanes; l++)
-        for (size_t i = 0; i < pieces; i++)
-            kvpi_sha_piece(i ? to[l] : from[l], to[l], data[l] + 64 * i);
 }
 
 #if defined(KVPRIM_X86)
@@ -5663,41 +5573,37 @@ static void kvpi_sha_portable(const uint8_t *const *from, uint8_t *const *to, co
 #define KVPRIM_SUM _mm_add_epi32
 typedef __m128i kvpi_words; /* four of a message or a state */
 
-/* Rounds 4 * i to 4 * i + 3 of a state, and the words of the message for rounds that are 16 later. */
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const int i)
+/* Four words as they lie in memory, big-endian, become numbers: the first one lowest, or highest. */
+KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_swap(kvpi_words x, int highest)
 {
-    const kvpi_words k = _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + 4 * i));
-    const kvpi_words t = _mm_add_epi32(w[i % 4], k), far = _mm_alignr_epi8(w[(i + 3) % 4], w[(i + 2) % 4], 4);
+    return _mm_shuffle_epi8(x, highest ? _mm_set_epi64x(0x0001020304050607, 0x08090a0b0c0d0e0f)
+                                       : _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
+}
+
+/* Rounds 4 * i to 4 * i + 3 of a state. w: the last 16 words of the message. */
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const uint8_t *data, const int i)
+{
+    w[i % 4] = i < 4 ? kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)(data + 16 * i)), 0)
+                     : _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]),
+                                                          _mm_alignr_epi8(w[(i + 3) % 4], w[(i + 2) % 4], 4)),
+                                            w[(i + 3) % 4]);
+    const kvpi_words t = _mm_add_epi32(w[i % 4], _mm_loadu_si128((const __m128i *)(const void *)(kvpi_sha_k + 4 * i)));
     s[1] = _mm_sha256rnds2_epu32(s[1], s[0], t);
     s[0] = _mm_sha256rnds2_epu32(s[0], s[1], _mm_shuffle_epi32(t, 0x0e));
-    if (i < 12)
-        w[i % 4] =
-            _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]), far), w[(i + 3) % 4]);
-}
-
-KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_swap(kvpi_words x)
-{
-    return _mm_shuffle_epi8(x, _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
-}
-
-KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_load(const uint8_t *p)
-{
-    return kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)p));
 }
 
 /* The instructions want the words a, b, e and f of a state together, and c, d, g and h. */
 KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_begin(kvpi_words *s, const uint8_t *state)
 {
-    const kvpi_words badc = _mm_shuffle_epi32(kvpi_sha_load(state), 0xb1);
-    const kvpi_words hgfe = _mm_shuffle_epi32(kvpi_sha_load(state + 16), 0x1b);
-    s[0] = _mm_alignr_epi8(badc, hgfe, 8), s[1] = _mm_blend_epi16(hgfe, badc, 0xf0);
+    const kvpi_words abcd = kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)state), 1);
+    const kvpi_words efgh = kvpi_sha_swap(_mm_loadu_si128((const __m128i *)(const void *)(state + 16)), 1);
+    s[0] = _mm_unpackhi_epi64(efgh, abcd), s[1] = _mm_unpacklo_epi64(efgh, abcd);
 }
 
 KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 {
-    const kvpi_words abef = _mm_shuffle_epi32(s[0], 0x1b), ghcd = _mm_shuffle_epi32(s[1], 0xb1);
-    _mm_storeu_si128((__m128i *)(void *)state, kvpi_sha_swap(_mm_blend_epi16(abef, ghcd, 0xf0)));
-    _mm_storeu_si128((__m128i *)(void *)(state + 16), kvpi_sha_swap(_mm_alignr_epi8(ghcd, abef, 8)));
+    _mm_storeu_si128((__m128i *)(void *)state, kvpi_sha_swap(_mm_unpackhi_epi64(s[1], s[0]), 1));
+    _mm_storeu_si128((__m128i *)(void *)(state + 16), kvpi_sha_swap(_mm_unpacklo_epi64(s[1], s[0]), 1));
 }
 #elif defined(KVPRIM_ARM_SHA)
 #ifdef __clang__
@@ -5708,17 +5614,17 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 #define KVPRIM_SUM vaddq_u32
 typedef uint32x4_t kvpi_words;
 
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const int i)
-{
-    const kvpi_words t = vaddq_u32(w[i % 4], vld1q_u32(kvpi_sha_k + 4 * i)), before = s[0];
-    s[0] = vsha256hq_u32(s[0], s[1], t), s[1] = vsha256h2q_u32(s[1], before, t);
-    if (i < 12)
-        w[i % 4] = vsha256su1q_u32(vsha256su0q_u32(w[i % 4], w[(i + 1) % 4]), w[(i + 2) % 4], w[(i + 3) % 4]);
-}
-
 KVPRIM_SHA KVPRIM_INLINE kvpi_words kvpi_sha_load(const uint8_t *p)
 {
     return vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(p)));
+}
+
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_rounds(kvpi_words *s, kvpi_words *w, const uint8_t *data, const int i)
+{
+    w[i % 4] = i < 4 ? kvpi_sha_load(data + 16 * i)
+                     : vsha256su1q_u32(vsha256su0q_u32(w[i % 4], w[(i + 1) % 4]), w[(i + 2) % 4], w[(i + 3) % 4]);
+    const kvpi_words t = vaddq_u32(w[i % 4], vld1q_u32(kvpi_sha_k + 4 * i)), before = s[0];
+    s[0] = vsha256hq_u32(s[0], s[1], t), s[1] = vsha256h2q_u32(s[1], before, t);
 }
 
 KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_begin(kvpi_words *s, const uint8_t *state)
@@ -5735,23 +5641,18 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_end(const kvpi_words *s, uint8_t *state)
 
 #ifdef KVPRIM_SHA
 /* A chain waits for the result of each round: two of them keep the units busy. */
-KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data,
-                                             size_t pieces, const int lanes)
+KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(kvpi_lane *const *lanes, const int n, size_t pieces)
 {
+    const kvpi_lane *const a = lanes[0], *const b = lanes[n - 1];
     kvpi_words s[2], t[2], v[4], w[4];
-    kvpi_sha_begin(s, from[0]);
-    kvpi_sha_begin(t, from[lanes - 1]);
+    kvpi_sha_begin(s, a->state);
+    kvpi_sha_begin(t, b->state);
     for (size_t p = 0; p < 64 * pieces; p += 64) {
         const kvpi_words s0 = s[0], s1 = s[1], t0 = t[0], t1 = t[1];
-        const uint8_t *const a = data[0] + p, *const b = data[lanes - 1] + p;
-        v[0] = kvpi_sha_load(a), v[1] = kvpi_sha_load(a + 16), v[2] = kvpi_sha_load(a + 32),
-        v[3] = kvpi_sha_load(a + 48);
-        w[0] = kvpi_sha_load(b), w[1] = kvpi_sha_load(b + 16), w[2] = kvpi_sha_load(b + 32),
-        w[3] = kvpi_sha_load(b + 48);
 #define KVPRIM_SHA_BOTH(i)                                                                                             \
-    kvpi_sha_rounds(s, v, i);                                                                                          \
-    if (lanes == 2)                                                                                                    \
-    kvpi_sha_rounds(t, w, i)
+    kvpi_sha_rounds(s, v, a->at + p, i);                                                                               \
+    if (n == 2)                                                                                                        \
+    kvpi_sha_rounds(t, w, b->at + p, i)
 #define KVPRIM_SHA_FOUR(i)                                                                                             \
     KVPRIM_SHA_BOTH(i);                                                                                                \
     KVPRIM_SHA_BOTH(i + 1);                                                                                            \
@@ -5766,46 +5667,63 @@ KVPRIM_SHA KVPRIM_INLINE void kvpi_sha_lanes(const uint8_t *const *from, uint8_t
         s[0] = KVPRIM_SUM(s[0], s0), s[1] = KVPRIM_SUM(s[1], s1);
         t[0] = KVPRIM_SUM(t[0], t0), t[1] = KVPRIM_SUM(t[1], t1);
     }
-    kvpi_sha_end(s, to[0]);
-    if (lanes == 2)
-        kvpi_sha_end(t, to[1]);
+    kvpi_sha_end(s, a->to);
+    if (n == 2)
+        kvpi_sha_end(t, b->to);
 }
 
-KVPRIM_SHA static void kvpi_sha_fast(const uint8_t *const *from, uint8_t *const *to, const uint8_t *const *data,
-                                     size_t pieces, int lanes)
+KVPRIM_SHA static void kvpi_sha_fast(kvpi_lane *const *lanes, int n, size_t pieces)
 {
-    if (lanes == 2)
-        kvpi_sha_lanes(from, to, data, pieces, 2);
+    if (n == 2)
+        kvpi_sha_lanes(lanes, 2, pieces);
     else
-        kvpi_sha_lanes(from, to, data, pieces, 1);
+        kvpi_sha_lanes(lanes, 1, pieces);
+}
+
+enum { kvpi_isa_known = 1, kvpi_isa_sha = 2, kvpi_isa_vbmi2 = 4 };
+static uint32_t kvpi_isa; /* 0 until it is asked for: a virtual machine takes many microseconds for cpuid */
+
+KVPRIM_SELDOM uint32_t kvpi_find_isa(void)
+{
+    uint32_t isa = kvpi_isa_known;
+#if defined(KVPRIM_X86)
+    uint32_t r[4];
+    kvpi_cpuid(1, r);
+    const uint32_t sse = r[2] >> 9 & r[2] >> 19 & 1; /* SSSE3, SSE4.1 */
+    kvpi_cpuid(0, r);
+    if (r[0] >= 7) {
+        kvpi_cpuid(7, r);
+        isa |= (r[1] >> 29 & sse) * kvpi_isa_sha;
+        isa |= (r[1] >> 8 & r[2] >> 6 & (uint32_t)kvpi_has_avx512()) * kvpi_isa_vbmi2; /* and BMI2 */
+    }
+#elif defined(__ARM_FEATURE_SHA2)
+    isa |= kvpi_isa_sha;
+#else
+    isa |= (uint32_t)(getauxval(AT_HWCAP) >> 6 & 1) * kvpi_isa_sha; /* HWCAP_SHA2 */
+#endif
+    __atomic_store_n(&kvpi_isa, isa, __ATOMIC_RELAXED); /* threads that race here all store the same */
+    return isa;
+}
+
+KVPRIM_INLINE int kvpi_has_isa(uint32_t wanted)
+{
+    const uint32_t isa = __atomic_load_n(&kvpi_isa, __ATOMIC_RELAXED);
+    return ((isa ? isa : kvpi_find_isa()) & wanted) != 0;
 }
 #endif
 
-#ifdef KVPRIM_SHA
-static kvpi_sha_fn *kvpi_sha; /* once it is picked: a virtual machine takes many microseconds for cpuid */
-#endif
-
-static kvpi_sha_fn *kvpi_sha_picked(void)
+/* Runs one or two lanes, until one of them has read its pieces. */
+KVPRIM_INLINE void kvpi_sha_run(kvpi_lane *const *lanes, int n)
 {
-    kvpi_sha_fn *sha = kvpi_sha_portable;
+    const size_t pieces = kvpi_min(lanes[0]->pieces, lanes[n - 1]->pieces);
 #ifdef KVPRIM_SHA
-    if (__atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED))
-        return __atomic_load_n(&kvpi_sha, __ATOMIC_RELAXED);
-#if defined(KVPRIM_X86)
-    uint32_t r[4], has = 0;
-    kvpi_cpuid(0, r);
-    if (r[0] >= 7)
-        kvpi_cpuid(7, r), has = r[1] >> 29 & 1; /* SHA, and SSSE3 and SSE4.1 */
-    kvpi_cpuid(1, r);
-    sha = has & r[2] >> 9 & r[2] >> 19 ? kvpi_sha_fast : sha;
-#elif defined(__ARM_FEATURE_SHA2)
-    sha = kvpi_sha_fast;
-#else
-    sha = getauxval(AT_HWCAP) & 1 << 6 ? kvpi_sha_fast : sha; /* HWCAP_SHA2 */
+    if (kvpi_has_isa(kvpi_isa_sha))
+        kvpi_sha_fast(lanes, n, pieces);
+    else
 #endif
-    __atomic_store_n(&kvpi_sha, sha, __ATOMIC_RELAXED); /* threads that race here all store the same pointer */
-#endif
-    return sha;
+        kvpi_sha_portable(lanes, n, pieces);
+    for (int l = 0; l < n; l++)
+        lanes[l]->state = lanes[l]->to, lanes[l]->at += 64 * pieces, lanes[l]->pieces -= pieces;
 }
 
 static const uint8_t kvpi_sha_start[33] = "\x6a\x09\xe6\x67\xbb\x67\xae\x85\x3c\x6e\xf3\x72\xa5\x4f\xf5\x3a"
@@ -5823,17 +5741,17 @@ KVPRIM_INLINE size_t kvpi_sha_pad(uint8_t *data, size_t bytes, uint64_t all)
 
 KVPRIM_API void kvprim_sha256(const void *data, size_t bytes, void *digest)
 {
-    uint8_t end[136], *const to = (uint8_t *)digest;
-    const uint8_t *from = kvpi_sha_start, *at = (const uint8_t *)data;
+    uint8_t end[136];
+    kvpi_lane lane = {kvpi_sha_start, (const uint8_t *)data, (uint8_t *)digest, bytes / 64}, *const one = &lane;
     if (bytes >= 64)
-        kvpi_sha_picked()(&from, &to, &at, bytes / 64, 1);
+        kvpi_sha_run(&one, 1);
     if (bytes % 64)
-        memcpy(end, at + bytes / 64 * 64, bytes % 64);
-    from = bytes >= 64 ? to : from, at = end;
-    kvpi_sha_picked()(&from, &to, &at, kvpi_sha_pad(end, bytes % 64, bytes), 1);
+        memcpy(end, lane.at, bytes % 64);
+    lane.at = end, lane.pieces = kvpi_sha_pad(end, bytes % 64, bytes);
+    kvpi_sha_run(&one, 1);
 }
 
-/* >>impl_keys ------------------------------------------------------------------------------------------------------ */
+/* >>impl_keys -- rules, requests under way, tokens as engines encode them */
 
 #if defined(XXH_VERSION_NUMBER) && !defined(XXH_NO_XXH3)
 #if XXH_VERSION_NUMBER >= 800
@@ -5845,20 +5763,24 @@ enum { kvpi_by_sha, kvpi_by_xxh3, kvpi_pickle, kvpi_cbor, kvpi_raw };
 typedef struct kvpi_key_rule {
     int hash, form, bytes, extra; /* bytes of a key; extra for a block: 0, 1, or 2: any number */
     int64_t least, most;          /* tokens */
+    int first_bytes;              /* the first parent is the SHA-256 of these; none: zeros */
+    const char *first;
 } kvpi_key_rule;
 
 /* NULL for an unknown rule. */
 static const kvpi_key_rule *kvpi_rule_of(kvprim_key_rule rule)
 {
-    static const kvpi_key_rule rules[] = {{kvpi_by_sha, kvpi_pickle, 32, 1, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_sha, kvpi_cbor, 32, 1, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_xxh3, kvpi_pickle, 16, 1, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_xxh3, kvpi_cbor, 16, 1, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_sha, kvpi_raw, 32, 0, 0, INT64_MAX},
-                                          {kvpi_by_sha, kvpi_raw, 32, 2, 0, INT32_MAX},
-                                          {kvpi_by_sha, kvpi_cbor, 8, 0, INT64_MIN, INT64_MAX},
-                                          {kvpi_by_xxh3, kvpi_raw, 8, 1, 0, UINT32_MAX},
-                                          {kvpi_by_xxh3, kvpi_raw, 16, 0, INT32_MIN, INT32_MAX}};
+    static const kvpi_key_rule rules[] = {
+        {kvpi_by_sha, kvpi_pickle, 32, 1, INT64_MIN, INT64_MAX, 29,
+         "\x80\x05\x95\x12\0\0\0\0\0\0\0\x8c\x0evllm-none-hash\x94."},
+        {kvpi_by_sha, kvpi_cbor, 32, 1, INT64_MIN, INT64_MAX, 15, "\x6evllm-none-hash"},
+        {kvpi_by_xxh3, kvpi_pickle, 16, 1, INT64_MIN, INT64_MAX, 0, NULL},
+        {kvpi_by_xxh3, kvpi_cbor, 16, 1, INT64_MIN, INT64_MAX, 0, NULL},
+        {kvpi_by_sha, kvpi_raw, 32, 0, 0, INT64_MAX, 0, NULL},
+        {kvpi_by_sha, kvpi_raw, 32, 2, 0, INT32_MAX, 1, ""},
+        {kvpi_by_sha, kvpi_cbor, 8, 0, INT64_MIN, INT64_MAX, 0, NULL},
+        {kvpi_by_xxh3, kvpi_raw, 8, 1, 0, UINT32_MAX, 0, NULL},
+        {kvpi_by_xxh3, kvpi_raw, 16, 0, INT32_MIN, INT32_MAX, 0, NULL}};
     return rule >= KVPRIM_KEY_VLLM_SHA256 && rule <= KVPRIM_KEY_XXH3 ? &rules[rule - 1] : NULL;
 }
 
@@ -5871,17 +5793,11 @@ typedef struct kvpi_chain {
     size_t parent_bytes;
     int64_t blocks, block, written; /* the block that is hashed; messages so far */
     uint8_t *key;                   /* of this block */
-    const uint8_t *from, *at;       /* the state and what SHA-256 reads next, `pieces` of 64 bytes */
-    uint8_t *to;
-    size_t pieces, ready[2], half; /* messages alternate between the halves of `data`, if they fit, ... */
-    uint8_t *hole[2];              /* ... and are written before their parent is known, which goes here */
-    uint8_t first[32], state[32], data[KVPRIM_MAX_KEY_BLOCK + 256];
+    kvpi_lane lane;
+    size_t ready[2], half; /* messages alternate between the halves of `data`, if they fit, ... */
+    uint8_t *hole[2];      /* ... and are written before their parent is known, which goes here */
+    uint8_t first[32], digest[40], data[KVPRIM_MAX_KEY_BLOCK + 256]; /* 40: `data` is aligned to 16, on 64 bits */
 } kvpi_chain;
-
-static int64_t kvpi_blocks_of(const kvprim_keys_desc *d)
-{
-    return (d->count - (d->bigrams != 0)) / d->block_tokens;
-}
 
 /* These write a token, and some bytes more, and return where it ends. There is no branch for what is hard to foresee,
    whether a token has 2 bytes or 4. */
@@ -5918,40 +5834,38 @@ KVPRIM_INLINE uint8_t *kvpi_put_cbor(uint8_t *p, uint64_t type, uint64_t u)
 }
 
 #ifdef KVPRIM_X86
-/* Eight tokens at a time: each becomes a word of 8 bytes, from which the bytes go that its size does not have. Stops at
-   tokens that are no int32, and adds to *done how many it wrote. Up to 64 bytes more change. */
+/* Eight tokens at a time, from token *i on: each becomes a word of 8 bytes, from which the bytes go that its size does
+   not have. Stops at tokens that are no int32. Up to 64 bytes more change. */
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,bmi2,popcnt"))) static uint8_t *
-kvpi_put_eights(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t n, int form, int64_t *done)
+kvpi_put_eights(uint8_t *p, const kvprim_keys_desc *d, int form, int64_t *i)
 {
     const __mmask8 all = 0xff; /* gcc 12's forms without a mask are said to read something uninitialized */
+    const uint64_t each = 0x0101010101010101, cbor = form == kvpi_cbor;
     const __m256i zero = _mm256_setzero_si256();
     const __m256i swap = _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
-    for (; *done + 8 <= n; *done += 8) {
+    for (const int64_t end = *i + d->block_tokens; *i + 8 <= end; *i += 8) {
         __m256i v = zero;
-        if (narrow) {
-            v = _mm256_loadu_si256((const __m256i *)(const void *)(narrow + *done));
+        if (d->token_type == KVPRIM_I32) {
+            v = _mm256_loadu_si256((const __m256i *)(const void *)((const int32_t *)d->tokens + *i));
         } else {
-            const __m512i x = _mm512_loadu_si512(wide + *done);
+            const __m512i x = _mm512_loadu_si512((const int64_t *)d->tokens + *i);
             v = _mm512_maskz_cvtepi64_epi32(all, x);
             if (_mm512_cmpneq_epi64_mask(_mm512_maskz_cvtepi32_epi64(all, v), x))
                 break;
         }
-        const __m256i sign = form == kvpi_cbor ? _mm256_srai_epi32(v, 31) : zero, w = _mm256_xor_si256(v, sign);
+        /* Pickle: 'K' or 'M' and 1 or 2 bytes, 'J' and 4. CBOR: a byte, or 24, 25 or 26 and 1, 2 or 4; 32 more if it is
+           negative. */
+        const __m256i sign = cbor ? _mm256_srai_epi32(v, 31) : zero, w = _mm256_xor_si256(v, sign);
+        const __mmask8 one = _mm256_cmpge_epu32_mask(w, _mm256_set1_epi32(cbor ? 24 : 0));
         const __mmask8 two = _mm256_cmpgt_epu32_mask(w, _mm256_set1_epi32(0xff));
         const __mmask8 four = _mm256_cmpgt_epu32_mask(w, _mm256_set1_epi32(0xffff));
-        const __mmask8 one = _mm256_cmpgt_epu32_mask(w, _mm256_set1_epi32(23)); /* CBOR's */
-        __m256i head = _mm256_set1_epi32('K');
-        uint64_t keep =
-            0x0303030303030303 | _pdep_u64(two, 0x0404040404040404) | _pdep_u64(four, 0x0808080808080808) * 3;
-        if (form == kvpi_cbor) {
-            head = _mm256_mask_mov_epi32(w, one, _mm256_set1_epi32(24));
-            head = _mm256_or_si256(head, _mm256_and_si256(sign, _mm256_set1_epi32(0x20)));
-            keep = 0x0101010101010101 | _pdep_u64(one, 0x1010101010101010) | _pdep_u64(two, 0x0808080808080808) |
-                   _pdep_u64(four, 0x0202020202020202) * 3;
-        }
-        head = _mm256_mask_add_epi32(head, two, head, _mm256_set1_epi32(form == kvpi_cbor ? 1 : 'M' - 'K'));
-        head = _mm256_mask_add_epi32(head, four, head, _mm256_set1_epi32(form == kvpi_cbor ? 1 : 'J' - 'M'));
-        const __m256i rest = form == kvpi_cbor ? _mm256_shuffle_epi8(w, swap) : w;
+        const uint64_t keep = each | _pdep_u64(one, each * (cbor ? 16 : 2)) | _pdep_u64(two, each * (cbor ? 8 : 4)) |
+                              _pdep_u64(four, each * (cbor ? 2 : 8)) * 3;
+        __m256i head = _mm256_mask_mov_epi32(w, one, _mm256_set1_epi32(cbor ? 24 : 'K'));
+        head = _mm256_or_si256(head, _mm256_and_si256(sign, _mm256_set1_epi32(0x20)));
+        head = _mm256_mask_add_epi32(head, two, head, _mm256_set1_epi32(cbor ? 1 : 'M' - 'K'));
+        head = _mm256_mask_add_epi32(head, four, head, _mm256_set1_epi32(cbor ? 1 : 'J' - 'M'));
+        const __m256i rest = cbor ? _mm256_shuffle_epi8(w, swap) : w;
         const __m512i words = _mm512_or_si512(_mm512_maskz_slli_epi64(all, _mm512_maskz_cvtepu32_epi64(all, rest), 8),
                                               _mm512_maskz_cvtepu32_epi64(all, head));
         _mm512_storeu_si512(p, _mm512_maskz_compress_epi8(keep, words));
@@ -5959,33 +5873,21 @@ kvpi_put_eights(uint8_t *p, const int32_t *narrow, const int64_t *wide, int64_t 
     }
     return p;
 }
-
-/* Asked once: a virtual machine takes many microseconds for cpuid. */
-static int kvpi_has_vbmi2(void)
-{
-    static int known; /* 1: no, 2: yes */
-    if (!__atomic_load_n(&known, __ATOMIC_RELAXED)) {
-        uint32_t r[4] = {0, 0, 0, 0};
-        if (kvpi_has_avx512())
-            kvpi_cpuid(7, r);
-        __atomic_store_n(&known, 1 + (int)(r[2] >> 6 & r[1] >> 8 & 1), __ATOMIC_RELAXED); /* and BMI2 */
-    }
-    return __atomic_load_n(&known, __ATOMIC_RELAXED) == 2 && kvpi_has_avx512();
-}
 #endif
 
-/* is_narrow and form are constants. */
-KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const kvprim_keys_desc *d, int64_t first, int is_narrow, int form)
+/* type and form are constants. */
+KVPRIM_INLINE uint8_t *kvpi_put_tokens(uint8_t *p, const kvprim_keys_desc *d, int64_t first, kvprim_index_type type,
+                                       int form)
 {
-    const int32_t *const narrow = is_narrow ? (const int32_t *)d->tokens + first : NULL;
-    const int64_t *const wide = is_narrow ? NULL : (const int64_t *)d->tokens + first;
-    int64_t i = 0;
+    const void *const tokens = d->tokens; /* what p points to may be d for all that a compiler knows */
+    const int64_t end = first + d->block_tokens;
+    int64_t i = first;
 #ifdef KVPRIM_X86
-    if (kvpi_has_vbmi2())
-        p = kvpi_put_eights(p, narrow, wide, d->block_tokens, form, &i);
+    if (kvpi_has_isa(kvpi_isa_vbmi2))
+        p = kvpi_put_eights(p, d, form, &i);
 #endif
-    for (; i < d->block_tokens; i++) {
-        const int64_t v = is_narrow ? narrow[i] : wide[i];
+    for (; i < end; i++) {
+        const int64_t v = kvpi_element(tokens, type, i);
         p = form == kvpi_pickle ? kvpi_put_pickled(p, v)
             : v >= 0            ? kvpi_put_cbor(p, 0, (uint64_t)v)
                                 : kvpi_put_cbor(p, 1, (uint64_t)~v);
@@ -6008,9 +5910,11 @@ KVPRIM_INLINE uint8_t *kvpi_put(uint8_t *p, const void *data, size_t bytes)
 static uint8_t *kvpi_put_raw(uint8_t *p, const kvprim_keys_desc *d, int64_t first, int64_t n)
 {
     const int sglang = d->rule == KVPRIM_KEY_SGLANG, pairs = sglang && d->bigrams;
+    const kvprim_index_type type = d->token_type;
+    const void *const tokens = d->tokens;
+    const int32_t *const narrow = (const int32_t *)tokens + first;
     uint64_t any = 0;
-    const int32_t *const narrow = (const int32_t *)d->tokens + first;
-    if (d->token_type == KVPRIM_I32 && !pairs && kvpi_is_little()) {
+    if (type == KVPRIM_I32 && !pairs && kvpi_is_little()) {
         if (n == 16)
             memcpy(p, narrow, 64); /* the usual block, without a call */
         else
@@ -6018,11 +5922,12 @@ static uint8_t *kvpi_put_raw(uint8_t *p, const kvprim_keys_desc *d, int64_t firs
         return p + 4 * n;
     }
     for (int64_t i = 0; sglang && i < n + pairs; i++)
-        any |= (uint64_t)kvpi_element(d->tokens, d->token_type, first + i);
+        any |= (uint64_t)kvpi_element(tokens, type, first + i);
+    const size_t width = any >> 32 ? 8 : 4;
     *p = 0xff;
-    p += any >> 32 != 0;
-    for (int64_t i = 0; i < n << pairs; i++, p += any >> 32 ? 8 : 4)
-        kvpi_put_le(p, (uint64_t)kvpi_element(d->tokens, d->token_type, first + (pairs ? (i + 1) / 2 : i)));
+    p += width == 8;
+    for (int64_t i = 0; i < n << pairs; i++, p += width)
+        kvpi_put_le(p, (uint64_t)kvpi_element(tokens, type, first + ((i + pairs) >> pairs)));
     return p;
 }
 
@@ -6041,7 +5946,8 @@ static size_t kvpi_key_message(kvpi_chain *c, int sha)
         p = kvpi_put(*hole, c->parent, c->parent_bytes);
         p[0] = 0x94, p[1] = '('; /* MEMOIZE; MARK, but up to three tokens have a TUPLE of their own */
         p += n > 3 ? 2 : 1;
-        p = narrow ? kvpi_put_tokens(p, d, first, 1, kvpi_pickle) : kvpi_put_tokens(p, d, first, 0, kvpi_pickle);
+        p = narrow ? kvpi_put_tokens(p, d, first, KVPRIM_I32, kvpi_pickle)
+                   : kvpi_put_tokens(p, d, first, KVPRIM_I64, kvpi_pickle);
         p[0] = (uint8_t)(n > 3 ? 't' : 0x84 + n), p[1] = 0x94, p[2] = 'N';
         p = extra ? kvpi_put(p + 2, extra->data, (size_t)extra->bytes) : p + 3;
         p[0] = 0x87, p[1] = 0x94, p[2] = '.', p += 3; /* TUPLE3 */
@@ -6050,7 +5956,8 @@ static size_t kvpi_key_message(kvpi_chain *c, int sha)
         *p++ = 0x83; /* an array of three */
         p = kvpi_put_cbor(p, number ? 0 : 2, number ? kvpi_get_be(c->parent) : c->parent_bytes);
         p = kvpi_put_cbor(kvpi_put(*hole = p, c->parent, number ? 0 : c->parent_bytes), 4, (uint64_t)n);
-        p = narrow ? kvpi_put_tokens(p, d, first, 1, kvpi_cbor) : kvpi_put_tokens(p, d, first, 0, kvpi_cbor);
+        p = narrow ? kvpi_put_tokens(p, d, first, KVPRIM_I32, kvpi_cbor)
+                   : kvpi_put_tokens(p, d, first, KVPRIM_I64, kvpi_cbor);
         *p = number ? 0x80 : 0xf6; /* an empty tuple, or None */
         p = extra ? kvpi_put(p, extra->data, (size_t)extra->bytes) : p + 1;
     } else {
@@ -6069,7 +5976,7 @@ static size_t kvpi_key_message(kvpi_chain *c, int sha)
     return (size_t)(p - start);
 }
 
-/* >>impl_keys_run -------------------------------------------------------------------------------------------------- */
+/* >>impl_keys_run -- blocks hashed, of two requests at a time; checks */
 
 /* A block's key is the parent of the next one. */
 KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c)
@@ -6081,24 +5988,20 @@ KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c)
 
 static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
 {
-    static const char seed[] = "\x80\x05\x95\x12\0\0\0\0\0\0\0\x8c\x0evllm-none-hash\x94."; /* pickled; in CBOR: */
     memset(c, 0, offsetof(kvpi_chain, data));
-    c->d = d, c->rule = kvpi_rule_of(d->rule), c->blocks = kvpi_blocks_of(d), c->key = (uint8_t *)d->keys;
+    c->d = d, c->rule = kvpi_rule_of(d->rule), c->blocks = (d->count - d->bigrams) / d->block_tokens,
+    c->key = (uint8_t *)d->keys;
     c->extra = d->extra, c->extra_end = d->extra_count ? d->extra + d->extra_count : d->extra;
     c->parent_bytes = (size_t)(d->parent && d->parent_bytes ? d->parent_bytes : c->rule->bytes);
     c->half = c->rule->bytes == 32 && !d->extra_count && d->block_tokens <= 600 ? sizeof c->data / 2 : 0;
     c->parent = d->parent ? (const uint8_t *)d->parent : c->first;
     if (!d->parent && d->rule == KVPRIM_KEY_SGLANG)
         c->parent_bytes = 0;
-    else if (!d->parent && d->rule == KVPRIM_KEY_TRTLLM)
-        kvprim_sha256("", 1, c->first);
-    else if (!d->parent && c->rule->form == kvpi_pickle)
-        kvprim_sha256(seed, sizeof seed - 1, c->first);
-    else if (!d->parent && d->rule == KVPRIM_KEY_VLLM_SHA256_CBOR)
-        kvprim_sha256("\x6evllm-none-hash", 15, c->first);
+    if (!d->parent && c->rule->first)
+        kvprim_sha256(c->rule->first, (size_t)c->rule->first_bytes, c->first);
 }
 
-static void kvpi_keys_xxh3(kvpi_chain *c)
+KVPRIM_SELDOM void kvpi_keys_xxh3(kvpi_chain *c)
 {
 #ifdef KVPRIM_XXH3
     const int own = c->d->rule == KVPRIM_KEY_XXH3;
@@ -6128,66 +6031,55 @@ static void kvpi_keys_xxh3(kvpi_chain *c)
 /* Ends a block that has been read, and begins the next one, of the next request if need be. 0 when all are done. */
 static int kvpi_sha_next(kvpi_chain *c, const kvprim_keys_desc **next, const kvprim_keys_desc *end)
 {
-    if (c->pieces) {
-        c->from = c->to;
+    if (c->lane.pieces)
         return 1;
-    }
     if (c->block < c->blocks) {
-        (void)kvpi_put(c->key, c->to, (size_t)c->rule->bytes);
+        (void)kvpi_put(c->key, c->lane.to, (size_t)c->rule->bytes);
         kvpi_end_block(c);
     }
     while (c->block >= c->blocks) {
         if (*next == end)
             return 0;
         const kvprim_keys_desc *const d = (*next)++;
-        if (d->count > 0 && kvpi_rule_of(d->rule)->hash == kvpi_by_sha)
+        if (d->count > 0)
             kvpi_begin_chain(c, d);
+        if (d->count > 0 && c->rule->hash == kvpi_by_xxh3)
+            kvpi_keys_xxh3(c); /* alone: its blocks take few instructions */
     }
     if (c->written == c->block)
         (void)kvpi_key_message(c, 1);
-    c->at = c->data + (size_t)(c->block & 1) * c->half, c->pieces = c->ready[c->block & 1];
-    c->from = kvpi_sha_start, c->to = c->state;
+    c->lane.at = c->data + (size_t)(c->block & 1) * c->half, c->lane.pieces = c->ready[c->block & 1];
+    c->lane.state = kvpi_sha_start, c->lane.to = c->digest;
     if (c->half && c->written < c->blocks) { /* while this block is hashed; its key goes there, where a parent does */
         c->parent = kvpi_sha_start, c->parent_bytes = (size_t)c->rule->bytes;
         (void)kvpi_key_message(c, 1);
-        c->to = c->hole[(c->block + 1) & 1];
+        c->lane.to = c->hole[(c->block + 1) & 1];
     }
     return 1;
 }
 
 static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
 {
-    kvpi_sha_fn *const sha = kvpi_sha_picked();
     const kvprim_keys_desc *next = requests, *const end = requests + n;
-    kvpi_chain c[2], *live[2];
-    c[0].block = c[1].block = c[0].blocks = c[1].blocks = 0, c[0].pieces = c[1].pieces = 0;
-    for (int lanes = 2; lanes > 0;) {
-        const uint8_t *from[2], *at[2];
-        uint8_t *to[2];
+    kvpi_chain c[2];
+    kvpi_lane *live[2];
+    int lanes = 2;
+    c[0].block = c[1].block = c[0].blocks = c[1].blocks = 0, c[0].lane.pieces = c[1].lane.pieces = 0;
+    while (lanes > 0) {
         lanes = 0;
         for (int l = 0; l < 2; l++)
             if (kvpi_sha_next(&c[l], &next, end))
-                live[lanes] = &c[l], from[lanes] = c[l].from, to[lanes] = c[l].to, at[lanes++] = c[l].at;
-        const size_t pieces = lanes ? kvpi_min(live[0]->pieces, live[lanes - 1]->pieces) : 0;
-        if (lanes)
-            sha(from, to, at, pieces, lanes);
-        for (int l = 0; l < lanes; l++)
-            live[l]->pieces -= pieces, live[l]->at += 64 * pieces;
+                live[lanes++] = &c[l].lane;
+        if (lanes > 0)
+            kvpi_sha_run(live, lanes);
     }
-    for (next = requests; next < end; next++)
-        if (next->count > 0 && kvpi_rule_of(next->rule)->hash == kvpi_by_xxh3) {
-            kvpi_begin_chain(c, next);
-            kvpi_keys_xxh3(c);
-        }
 }
 
-/* Fails if a field has no such value. */
-#define KVPRIM_REFUSE(condition, status, field, why)                                                                   \
-    if (condition)                                                                                                     \
-    return kvprim_fail(KVPRIM_ERROR_##status, "%s: " #field " is %lld, " why, function, (long long)d->field)
+#define KVPRIM_REFUSE_FIELD(condition, status, field, why)                                                             \
+    KVPRIM_REFUSE(condition, status, "kvprim_keys: " #field " is %lld, " why, (long long)d->field)
 
 /* Of the blocks' n tokens, the first that the rule cannot hold. */
-static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_desc *d, int64_t n)
+static kvprim_status kvpi_check_tokens(const kvprim_keys_desc *d, int64_t n)
 {
     const kvpi_key_rule *const rule = kvpi_rule_of(d->rule);
     const int narrow = d->token_type == KVPRIM_I32;
@@ -6200,15 +6092,15 @@ static kvprim_status kvpi_check_tokens(const char *function, const kvprim_keys_d
             break;
     for (; i < n; i++) {
         const int64_t v = kvpi_element(d->tokens, d->token_type, i);
-        if (v < rule->least || v > rule->most)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: tokens[%lld] is %lld, less than %lld or more than %lld",
-                               function, (long long)i, (long long)v, (long long)rule->least, (long long)rule->most);
+        KVPRIM_REFUSE(v < rule->least || v > rule->most, SIZE,
+                      "kvprim_keys: tokens[%lld] is %lld, less than %lld or more than %lld", (long long)i, (long long)v,
+                      (long long)rule->least, (long long)rule->most);
     }
     return KVPRIM_OK;
 }
 
 /* room: bytes for a block's extra. */
-static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_desc *d, int64_t blocks, int64_t room)
+static kvprim_status kvpi_check_extra(const kvprim_keys_desc *d, int64_t blocks, int64_t room)
 {
     const int kind = kvpi_rule_of(d->rule)->extra;
     uint64_t sum = 0;
@@ -6216,49 +6108,49 @@ static kvprim_status kvpi_check_extra(const char *function, const kvprim_keys_de
         const kvprim_key_extra x = d->extra[k], last = k ? d->extra[k - 1] : x;
         const int same = k && x.block == last.block;
         sum = (uint64_t)x.bytes + (same ? sum : 0);
-        if (!x.data)
-            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: extra[%lld].data is NULL", function, (long long)k);
-        if (x.block < (k ? last.block : 0) || x.block >= blocks || x.token < (same ? last.token + 1 : 0) ||
-            x.token >= (kind == 2 ? d->block_tokens : 1))
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: extra[%lld] has block %lld and token %lld, %s", function,
-                               (long long)k, (long long)x.block, (long long)x.token, "out of range or not ascending");
-        if (x.bytes < 1 || sum > (uint64_t)room || (kind == 2 && x.bytes != 32))
-            return kvprim_fail(KVPRIM_ERROR_SIZE,
-                               "%s: extra[%lld].bytes is %lld, less than 1 or more than fits: %lld%s", function,
-                               (long long)k, (long long)x.bytes, (long long)room, kind == 2 ? ", or not 32" : "");
+        KVPRIM_REFUSE(!x.data, NULL, "kvprim_keys: extra[%lld].data is NULL", (long long)k);
+        KVPRIM_REFUSE(x.block < (k ? last.block : 0) || x.block >= blocks || x.token < (same ? last.token + 1 : 0) ||
+                          x.token >= (kind == 2 ? d->block_tokens : 1),
+                      SIZE, "kvprim_keys: extra[%lld] has block %lld and token %lld, out of range or not ascending",
+                      (long long)k, (long long)x.block, (long long)x.token);
+        KVPRIM_REFUSE(x.bytes < 1 || sum > (uint64_t)room || (kind == 2 && x.bytes != 32), SIZE,
+                      "kvprim_keys: extra[%lld].bytes is %lld, less than 1 or more than fits: %lld%s", (long long)k,
+                      (long long)x.bytes, (long long)room, kind == 2 ? ", or not 32" : "");
     }
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_desc *d)
+static kvprim_status kvpi_check_keys(const kvprim_keys_desc *d)
 {
     const kvpi_key_rule *const rule = kvpi_rule_of(d->rule);
-    KVPRIM_REFUSE(d->count < 0, SIZE, count, "less than 0");
+    KVPRIM_REFUSE_FIELD(d->count < 0, SIZE, count, "less than 0");
     if (d->count == 0)
         return KVPRIM_OK;
-    KVPRIM_REFUSE(!rule, ARGUMENT, rule, "no kvprim_key_rule");
+    KVPRIM_REFUSE_FIELD(!rule, ARGUMENT, rule, "no kvprim_key_rule");
 #ifndef KVPRIM_XXH3
-    KVPRIM_REFUSE(rule->hash == kvpi_by_xxh3, UNSUPPORTED, rule,
-                  "which needs xxhash.h (0.8 or newer) before kvprim.h in the implementing unit");
+    KVPRIM_REFUSE_FIELD(rule->hash == kvpi_by_xxh3, UNSUPPORTED, rule,
+                        "which needs xxhash.h (0.8 or newer) before kvprim.h in the implementing unit");
 #endif
     const int wide = d->token_type == KVPRIM_I64, dynamo = d->rule == KVPRIM_KEY_DYNAMO;
     const int vllm = d->rule <= KVPRIM_KEY_VLLM_XXHASH_CBOR, xxhash = vllm && rule->bytes == 16;
-    KVPRIM_REFUSE(!wide && d->token_type != KVPRIM_I32, ARGUMENT, token_type, "neither KVPRIM_I32 nor KVPRIM_I64");
-    KVPRIM_REFUSE(d->bigrams != 0 && (d->bigrams != 1 || (!dynamo && d->rule != KVPRIM_KEY_SGLANG)), ARGUMENT, bigrams,
-                  "neither 0 nor, for SGLANG and DYNAMO, 1");
-    KVPRIM_REFUSE(d->seed != 0 && !dynamo, ARGUMENT, seed, "but the rule has none");
-    KVPRIM_REFUSE(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
-    KVPRIM_REFUSE(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
-                      (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
-                  ARGUMENT, parent_bytes, "not as the rule's keys");
+    KVPRIM_REFUSE_FIELD(!wide && d->token_type != KVPRIM_I32, ARGUMENT, token_type,
+                        "neither KVPRIM_I32 nor KVPRIM_I64");
+    KVPRIM_REFUSE_FIELD(d->bigrams != 0 && (d->bigrams != 1 || (!dynamo && d->rule != KVPRIM_KEY_SGLANG)), ARGUMENT,
+                        bigrams, "neither 0 nor, for SGLANG and DYNAMO, 1");
+    KVPRIM_REFUSE_FIELD(d->seed != 0 && !dynamo, ARGUMENT, seed, "but the rule has none");
+    KVPRIM_REFUSE_FIELD(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
+    KVPRIM_REFUSE_FIELD(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
+                            (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
+                        ARGUMENT, parent_bytes, "not as the rule's keys");
     const int64_t each = (wide ? 10 : 5) << d->bigrams;
-    KVPRIM_REFUSE(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE, block_tokens,
-                  "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
-    const int64_t blocks = kvpi_blocks_of(d), n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
-    KVPRIM_REFUSE(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), ARGUMENT, extra_count,
-                  "less than 0, or more than the rule takes");
-    KVPRIM_REFUSE(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE, keys_bytes,
-                  "less than the keys of all blocks");
+    KVPRIM_REFUSE_FIELD(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE, block_tokens,
+                        "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
+    const int64_t blocks = (d->count - d->bigrams) / d->block_tokens,
+                  n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
+    KVPRIM_REFUSE_FIELD(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), ARGUMENT, extra_count,
+                        "less than 0, or more than the rule takes");
+    KVPRIM_REFUSE_FIELD(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE, keys_bytes,
+                        "less than the keys of all blocks");
     if (blocks == 0)
         return KVPRIM_OK;
     const char *const null = !d->tokens                        ? "tokens"
@@ -6266,29 +6158,27 @@ static kvprim_status kvpi_check_keys(const char *function, const kvprim_keys_des
                              : !d->parent && xxhash            ? "parent"
                              : !d->extra && d->extra_count > 0 ? "extra"
                                                                : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
-    const size_t size = wide ? 8 : 4, align = kvpi_index_align(KVPRIM_I64);
+    KVPRIM_REFUSE(null, NULL, "kvprim_keys: %s is NULL", null);
+    const size_t align = kvpi_index_align(KVPRIM_I64);
     kvpi_uses u;
     u.count = 0;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "keys", d->keys, (uint64_t)(blocks * rule->bytes), 1);
-    (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, kvpi_mul((uint64_t)n, size),
+    (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, kvpi_mul((uint64_t)n, wide ? 8 : 4),
                        kvpi_index_align(d->token_type));
     (void)kvpi_add_use(&u, kvpi_array, 0, "parent", d->parent,
                        (uint64_t)(d->parent_bytes ? d->parent_bytes : rule->bytes), 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "extra", d->extra, (uint64_t)d->extra_count * sizeof *d->extra, align);
-    KVPRIM_TRY(kvpi_check_uses(function, &u, 0));
-    KVPRIM_TRY(kvpi_check_extra(function, d, blocks, KVPRIM_MAX_KEY_BLOCK - d->block_tokens * each));
-    return kvpi_check_tokens(function, d, n);
+    KVPRIM_TRY(kvpi_check_uses("kvprim_keys", &u, 0));
+    KVPRIM_TRY(kvpi_check_extra(d, blocks, KVPRIM_MAX_KEY_BLOCK - d->block_tokens * each));
+    return kvpi_check_tokens(d, n);
 }
 
 KVPRIM_API kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n)
 {
     KVPRIM_RANGE("kvprim_keys");
-    if (!requests && n)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_keys: requests is NULL");
+    KVPRIM_REFUSE(!requests && n, NULL, "kvprim_keys: requests is NULL");
     for (size_t i = 0; i < n; i++) {
-        const kvprim_status status = kvpi_check_keys("kvprim_keys", &requests[i]);
+        const kvprim_status status = kvpi_check_keys(&requests[i]);
         if (status != KVPRIM_OK)
             return kvprim_fail(status, "%s (requests[%llu])", kvprim_last_error(), (unsigned long long)i);
     }
@@ -6306,10 +6196,8 @@ KVPRIM_API uint64_t kvprim_key_event(kvprim_key_rule rule, const void *key)
 {
     const uint8_t *const p = (const uint8_t *)key;
     const int64_t bytes = kvprim_key_bytes(rule), last = rule <= KVPRIM_KEY_VLLM_XXHASH_CBOR ? bytes - 8 : 0;
-    uint64_t number = bytes ? kvpi_get_be(p + last) : 0;
-    if (rule == KVPRIM_KEY_DYNAMO)
-        kvpi_put_le((uint8_t *)&number, kvpi_load_u64(p));
-    return number;
+    const uint64_t number = bytes ? kvpi_get_be(p + last) : 0;
+    return rule == KVPRIM_KEY_DYNAMO ? kvpi_swapped(number) : number;
 }
 
 /* >>impl_key_table -- open addressing, linear probing. A slot is a value, -1 if it is empty, and a key */
@@ -6352,15 +6240,12 @@ KVPRIM_API size_t kvprim_key_table_bytes(int64_t keys, int64_t key_bytes)
 KVPRIM_API kvprim_status kvprim_key_table_init(kvprim_key_table *table, void *memory, size_t bytes, int64_t key_bytes)
 {
     const size_t slot = kvpi_slot_bytes(key_bytes);
-    if (!table || !memory)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_key_table_init: %s is NULL", table ? "memory" : "table");
-    if (!slot || bytes / slot < 2)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_init: %s is %lld, %s", slot ? "bytes" : "key_bytes",
-                           slot ? (long long)bytes : (long long)key_bytes,
-                           slot ? "less than two slots" : "not a multiple of 8 up to 64");
-    if ((uintptr_t)memory % kvpi_index_align(KVPRIM_I64))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_key_table_init: memory (%p) is not aligned as int64_t",
-                           memory);
+    KVPRIM_REFUSE(!table || !memory, NULL, "kvprim_key_table_init: %s is NULL", table ? "memory" : "table");
+    KVPRIM_REFUSE(!slot || bytes / slot < 2, SIZE, "kvprim_key_table_init: %s is %lld, %s",
+                  slot ? "bytes" : "key_bytes", slot ? (long long)bytes : (long long)key_bytes,
+                  slot ? "less than two slots" : "not a multiple of 8 up to 64");
+    KVPRIM_REFUSE((uintptr_t)memory % kvpi_index_align(KVPRIM_I64), ARGUMENT,
+                  "kvprim_key_table_init: memory (%p) is not aligned as int64_t", memory);
     memset(table, 0, sizeof *table);
     table->memory = memory, table->key_bytes = key_bytes;
     table->slots = bytes / slot < UINT32_MAX ? bytes / slot : UINT32_MAX;
@@ -6370,15 +6255,12 @@ KVPRIM_API kvprim_status kvprim_key_table_init(kvprim_key_table *table, void *me
 
 KVPRIM_API kvprim_status kvprim_key_table_put(kvprim_key_table *table, const void *key, int64_t value)
 {
-    if (!table || !key)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_key_table_put: %s is NULL", table ? "key" : "table");
-    if (value < 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_put: value is %lld, less than 0", (long long)value);
+    KVPRIM_REFUSE(!table || !key, NULL, "kvprim_key_table_put: %s is NULL", table ? "key" : "table");
+    KVPRIM_REFUSE(value < 0, SIZE, "kvprim_key_table_put: value is %lld, less than 0", (long long)value);
     int64_t *const slot = kvpi_slot(table, kvpi_find_slot_of(table, key));
     if (*slot < 0) {
-        if ((uint64_t)table->count + 1 >= table->slots)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_key_table_put: the table is full: count is %lld",
-                               (long long)table->count);
+        KVPRIM_REFUSE((uint64_t)table->count + 1 >= table->slots, SIZE,
+                      "kvprim_key_table_put: the table is full: count is %lld", (long long)table->count);
         memcpy(slot + 1, key, (size_t)table->key_bytes);
         table->count++;
     }
@@ -6437,7 +6319,7 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
 #undef KVPRIM_SHA
 #undef KVPRIM_SUM
 #undef KVPRIM_XXH3
-#undef KVPRIM_REFUSE
+#undef KVPRIM_REFUSE_FIELD
 #undef KVPRIM_CHECK_RANGES
 #undef KVPRIM_COPY
 #undef KVPRIM_MOVE

@@ -29,47 +29,18 @@
        >>norm             an all-reduce with the residual and the RMSNorm that follow it
        >>group            sends and receives that meet
        >>ring             chunks from one rank to another, through a few buffers, with credits
-       >>impl             the implementation, and its terms
-
-       Kernels
-       >>impl_protocol    how ranks exchange data: slots, turns, stops
-       >>impl_device      parameters of a kernel; loads and stores of slots
-       >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
-       >>impl_wait        where a kernel's wait ends: polls, the deadline, stop reasons
-       >>impl_pack        element types; packs loaded and stored, at unaligned ends too
-       >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, gathers of few bytes
-       >>impl_pipeline    between two ranks: one shot of many bytes
-       >>impl_parts       a part from each rank to each other one: gathers of many bytes, all-to-alls
-       >>impl_kernel      the kernel, and programmatic dependent launch
-       >>impl_norm        what follows a sum: the residual and the RMSNorm
-       >>impl_norm_few    the same with the sum, of few tokens, as fast as it goes
-       >>impl_norm_kernel the norm's kernels, and which form of them a launch takes
-
-       Host
-       >>impl_host        errors, time, threads; where a host's wait ends
-       >>impl_state       states of a communicator, and calls that are inside
-       >>impl_slots       slots that ranks of one process share
-       >>impl_teardown    the end of NCCL's communicator, on a thread of its own
-       >>impl_check       init: arguments, and why kernels are off
-       >>impl_exchange    init: what ranks tell each other
-       >>impl_peers       init: each other's memory
-       >>impl_choose      the table: which way and which kernel a collective takes, and up to which size
-       >>impl_load        kernels loaded when a communicator begins; clusters
-       >>impl_describe    the text of kvprim_comm_describe
-       >>impl_init        init: its steps, its thread, kvprim_comm_init
-       >>impl_end         abort and destroy
-       >>impl_watch       kvprim_comm_check, and where a wait for NCCL's collectives ends
-       >>impl_call        a collective's arguments
-       >>impl_launch      collectives by own kernels: which way, which grid
-       >>impl_launch_norm the same of the norm's kernels
-       >>impl_nccl        collectives by NCCL
-       >>impl_group       calls that wait for kvprim_group_end
-       >>impl_collective  the public collectives
-       >>impl_norm_call   all_reduce_norm: its arguments, and which kernels a call takes
-       >>impl_norm_check  ... whether its tensors fit and are apart
-       >>impl_norm_host   the same on the host
-       >>impl_ring        the ring
+       >>impl             the implementation, and its terms:
+           exchange       >>impl_protocol   >>impl_device   >>impl_turn   >>impl_wait
+           kernels        >>impl_pack   >>impl_sum   >>impl_ways   >>impl_pipeline   >>impl_parts   >>impl_kernel
+           ... of norms   >>impl_norm   >>impl_norm_few   >>impl_norm_kernel
+           host           >>impl_host   >>impl_state   >>impl_slots   >>impl_teardown
+           init           >>impl_check   >>impl_exchange   >>impl_peers   >>impl_choose   >>impl_load
+                          >>impl_describe   >>impl_init
+           afterwards     >>impl_end   >>impl_watch
+           collectives    >>impl_call   >>impl_launch   >>impl_launch_norm   >>impl_nccl   >>impl_group
+                          >>impl_collective
+           norms          >>impl_norm_call   >>impl_norm_check   >>impl_norm_host
+           rings          >>impl_ring
        What a new element type touches: kvprim.h's >>impl_elements.
 
    Rules that hold for every function here
@@ -603,7 +574,7 @@ enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 #ifndef KVPRIM_NCCL_KERNELS
 #define KVPRIM_NCCL_KERNELS
 
-/* >>impl_device ---------------------------------------------------------------------------------------------------- */
+/* >>impl_device -- parameters of a kernel; loads and stores of slots */
 
 #ifndef KVPRIM_NCCL_EMULATE /* the emulation runs the kernels on the CPU, a thread per rank, for the tests */
 #include <cuda_runtime.h>
@@ -732,7 +703,7 @@ KVPRIM_NCCL_DEVICE void kvpn_sleep(void)
 }
 #endif
 
-/* >>impl_turn ------------------------------------------------------------------------------------------------------ */
+/* >>impl_turn -- which slots a block uses in this call (why two sets do: >>impl_protocol) */
 
 /* Loads the block's turn when j is the thread's first pack. The load of that pack is already under way, so the two
    loads overlap: in the other order a small sum takes 10 % longer. */
@@ -759,7 +730,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_th
     return me.stop_reason ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, j);
 }
 
-/* >>impl_wait ------------------------------------------------------------------------------------------------------ */
+/* >>impl_wait -- where a kernel's wait ends: polls, the deadline, stop reasons */
 
 /* Writes why this rank stopped: for its host, for its later calls and, if it was the first to stop, for the other
    ranks. */
@@ -851,7 +822,7 @@ template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, u
                             uint4{kvpn_empty_word, kvpn_empty_word, kvpn_empty_word, kvpn_empty_word});
 }
 
-/* >>impl_pack ------------------------------------------------------------------------------------------------------ */
+/* >>impl_pack -- element types; packs loaded and stored, at unaligned ends too */
 
 /* Sends all ones as 0x7fffffff, whose elements are NaNs too: one of fp32; 0x7fff and 0xffff of fp16 and bf16; 0x7f and
    three times 0xff of e4m3 and e5m2. */
@@ -1048,7 +1019,7 @@ KVPRIM_NCCL_DEVICE void kvpn_store_pack(void *to, Bytes bytes, uint32_t i, V v)
     }
 }
 
-/* >>impl_sum ------------------------------------------------------------------------------------------------------- */
+/* >>impl_sum -- sums and other reductions, and which packs and ranks they take */
 
 /* The sign bits of a word; also a word of -0.0. */
 template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
@@ -1833,7 +1804,7 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
 #endif
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
+/* >>impl_kernel -- the kernel, and programmatic dependent launch */
 
 /* Called before the first access of memory. A kernel lets its successor start early only if the caller has promised
    that this waits: it may be one of NCCL's, and some of these (2.28 to 2.30.6) read what precedes them in the stream
@@ -2363,7 +2334,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_few_sum(const kvpn_norm_params &p, const kvpn_few_
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* >>impl_norm_kernel ----------------------------------------------------------------------------------------------- */
+/* >>impl_norm_kernel -- the norm's kernels, and which form of them a launch takes */
 
 /* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
    one again has met all others after they read it. */
@@ -2628,7 +2599,7 @@ static const void *kvpn_pick_few(kvprim_dtype dtype, int world, kvpn_norm_form f
 #endif /* KVPRIM_NCCL_KERNELS */
 #endif
 
-/* >>impl_host ------------------------------------------------------------------------------------------------------ */
+/* >>impl_host -- errors, time, threads; where a host's wait ends */
 
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && !defined(KVPRIM_NCCL_IMPLEMENTED)
 #define KVPRIM_NCCL_IMPLEMENTED
@@ -2793,8 +2764,7 @@ static void kvpn_run_job(void *(*run)(void *), void *argument, bool apart)
 KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
 {
     ncclUniqueId id;
-    if (!out)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", __func__);
+    KVPRIM_REFUSE(!out, NULL, "%s: out is NULL", __func__);
     KVPRIM_TRY(kvpn_nccl_status(__func__, "ncclGetUniqueId", ncclGetUniqueId(&id)));
     memcpy(out->bytes, id.internal, sizeof out->bytes);
     return KVPRIM_OK;
@@ -2821,10 +2791,8 @@ static bool kvpn_has_state(const kvprim_comm *comm, int32_t state)
 
 static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm *comm)
 {
-    if (!comm)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: comm is NULL", function);
-    if (kvpn_has_state(comm, kvpn_aborted))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was aborted: destroy it", function);
+    KVPRIM_REFUSE(!comm, NULL, "%s: comm is NULL", function);
+    KVPRIM_REFUSE(kvpn_has_state(comm, kvpn_aborted), ARGUMENT, "%s: comm was aborted: destroy it", function);
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was not initialised, was moved, or has ended", function);
 }
 
@@ -2862,7 +2830,7 @@ static kvprim_status kvpn_enter_alive(const char *function, kvprim_comm *comm)
     return kvpn_enter(comm, kvpn_alive, kvpn_alive) ? KVPRIM_OK : kvpn_fail_not_alive(function, comm);
 }
 
-/* >>impl_slots ----------------------------------------------------------------------------------------------------- */
+/* >>impl_slots -- slots that ranks of one process share */
 
 /* A rank's page and slots. Each rank of the same process that writes there has a reference. The last one frees it: the
    owner, unless others come late (kvpn_free_slots). A rank of another process has a mapping, and the owner waits until
@@ -2927,7 +2895,7 @@ static void kvpn_release_slots(kvpn_slots *slots, bool own)
         kvpn_run_job(kvpn_free_slots_memory, slots, !own);
 }
 
-/* >>impl_teardown -------------------------------------------------------------------------------------------------- */
+/* >>impl_teardown -- the end of NCCL's communicator, on a thread of its own */
 
 /* A send or a receive of an open group. */
 typedef struct kvpn_group_call {
@@ -3091,7 +3059,7 @@ static void kvpn_free_comm(kvprim_comm *comm)
     (void)cudaGetLastError();
 }
 
-/* >>impl_check ----------------------------------------------------------------------------------------------------- */
+/* >>impl_check -- init: arguments, and why kernels are off */
 
 /* The smallest peer memory has seven slots (kvpn_large_group) for each thread of a warp, in each of two turns and two
    areas, from each of 8 ranks, in 128 blocks, and the pages. */
@@ -3100,30 +3068,25 @@ enum { kvpn_min_peer_bytes = 16 << 20, kvpn_max_peer_bytes = 4 * (kvpn_slots_mb 
 static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
-    if (desc->world > kvpn_max_world)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers", f,
-                           (int)desc->world, (int)kvpn_max_world);
-    if (desc->peer_bytes < kvpn_min_peer_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %zu, must be at least %d", f, desc->peer_bytes,
-                           (int)kvpn_min_peer_bytes);
+    KVPRIM_REFUSE(desc->world > kvpn_max_world, ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers",
+                  f, (int)desc->world, (int)kvpn_max_world);
+    KVPRIM_REFUSE(desc->peer_bytes < kvpn_min_peer_bytes, SIZE, "%s: desc->peer_bytes is %zu, must be at least %d", f,
+                  desc->peer_bytes, (int)kvpn_min_peer_bytes);
     for (int r = 0; r < desc->world; r++)
-        if (!desc->peers[r] || (uintptr_t)desc->peers[r] % 16)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r,
-                               desc->peers[r]);
+        KVPRIM_REFUSE(!desc->peers[r] || (uintptr_t)desc->peers[r] % 16, ARGUMENT,
+                      "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r, desc->peers[r]);
     return KVPRIM_OK;
 }
 
 static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
-    if (!comm || !desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, comm ? "desc" : "comm");
-    if (comm->self == comm &&
-        (comm->state == kvpn_alive || comm->state == kvpn_initialising || comm->state == kvpn_aborted))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm is in use: destroy it first", f);
-    if (desc->buffer_bytes > SIZE_MAX / 2)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->buffer_bytes is %zu, must be at most %zu", f,
-                           desc->buffer_bytes, SIZE_MAX / 2);
+    KVPRIM_REFUSE(!comm || !desc, NULL, "%s: %s is NULL", f, comm ? "desc" : "comm");
+    KVPRIM_REFUSE(comm->self == comm &&
+                      (comm->state == kvpn_alive || comm->state == kvpn_initialising || comm->state == kvpn_aborted),
+                  ARGUMENT, "%s: comm is in use: destroy it first", f);
+    KVPRIM_REFUSE(desc->buffer_bytes > SIZE_MAX / 2, SIZE, "%s: desc->buffer_bytes is %zu, must be at most %zu", f,
+                  desc->buffer_bytes, SIZE_MAX / 2);
     const struct {
         const char *name;
         int64_t value, least, most;
@@ -3139,9 +3102,9 @@ static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_
                   {"nccl_window", desc->nccl_window, 0, 1},
                   {"reserved", desc->reserved, 0, 0}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++)
-        if (fields[k].value < fields[k].least || fields[k].value > fields[k].most)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %lld to %lld", f, fields[k].name,
-                               (long long)fields[k].value, (long long)fields[k].least, (long long)fields[k].most);
+        KVPRIM_REFUSE(fields[k].value < fields[k].least || fields[k].value > fields[k].most, ARGUMENT,
+                      "%s: desc->%s is %lld, must be %lld to %lld", f, fields[k].name, (long long)fields[k].value,
+                      (long long)fields[k].least, (long long)fields[k].most);
     return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
 }
 
@@ -3162,7 +3125,7 @@ static const char *kvpn_kernels_off_reason(const kvprim_comm_desc *desc)
 #endif
 }
 
-/* >>impl_exchange -------------------------------------------------------------------------------------------------- */
+/* >>impl_exchange -- init: what ranks tell each other */
 
 /* FNV-1a of the file's first line; 0: the file cannot be read, or is empty. */
 static uint64_t kvpn_hash_first_line(const char *path)
@@ -3252,25 +3215,22 @@ static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
     KVPRIM_NCCL_STORE(&task->exchange_requested, 1);
     while (!kvpn_wait_until(&task->exchange_requested, 0, 100) && !kvpn_is_cancelled(task))
         continue;
-    return task->exchange_result == 0
-               ? KVPRIM_OK
-               : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
-                             task->exchange_result);
+    KVPRIM_REFUSE(task->exchange_result != 0, ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
+                  task->exchange_result);
+    return KVPRIM_OK;
 }
 
 static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *theirs, int r)
 {
-    if (memcmp(theirs->magic, mine->magic, sizeof mine->magic) != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: what came from rank %d is not kvprim's", r);
-    if (theirs->version / 100 != mine->version / 100 || theirs->protocol != mine->protocol ||
-        theirs->info_bytes != mine->info_bytes)
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %d.%d.%d (%u)",
-                           r, theirs->version / 10000, theirs->version / 100 % 100, theirs->version % 100,
-                           theirs->protocol, KVPRIM_VERSION_MAJOR, KVPRIM_VERSION_MINOR, KVPRIM_VERSION_PATCH,
-                           mine->protocol);
-    if (!theirs->ok)
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
+    KVPRIM_REFUSE(memcmp(theirs->magic, mine->magic, sizeof mine->magic) != 0, ARGUMENT,
+                  "kvprim_comm_init: what came from rank %d is not kvprim's", r);
+    KVPRIM_REFUSE(theirs->version / 100 != mine->version / 100 || theirs->protocol != mine->protocol ||
+                      theirs->info_bytes != mine->info_bytes,
+                  UNSUPPORTED,
+                  "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %d.%d.%d (%u)", r,
+                  theirs->version / 10000, theirs->version / 100 % 100, theirs->version % 100, theirs->protocol,
+                  KVPRIM_VERSION_MAJOR, KVPRIM_VERSION_MINOR, KVPRIM_VERSION_PATCH, mine->protocol);
+    KVPRIM_REFUSE(!theirs->ok, CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
     return KVPRIM_OK;
 }
 
@@ -3307,8 +3267,7 @@ static kvprim_status kvpn_init_slots(kvpn_init_task *task)
     task->mine.peer_bytes = bytes;
     if (!task->desc.peers) {
         kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
-        if (!slots)
-            return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+        KVPRIM_REFUSE(!slots, CUDA, "%s: no host memory", f);
         slots->refs = 1, slots->device = comm->device, slots->nonce = task->mine.nonce;
         kvpn_publish_slots(slots);
         comm->slots[comm->rank] = slots;
@@ -3389,7 +3348,7 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
-/* >>impl_peers ----------------------------------------------------------------------------------------------------- */
+/* >>impl_peers -- init: each other's memory */
 
 /* What connects two ranks, the slowest last. hidden: CUDA_VISIBLE_DEVICES leaves out the other's GPU. */
 typedef enum kvpn_link { kvpn_same_gpu, kvpn_nvlink, kvpn_hidden_link, kvpn_pcie, kvpn_network } kvpn_link;
@@ -3703,7 +3662,7 @@ static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, b
                                      : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
-/* >>impl_load ------------------------------------------------------------------------------------------------------ */
+/* >>impl_load -- kernels loaded when a communicator begins; clusters */
 
 static uint32_t kvpn_max_threads_for(int world)
 {
@@ -3811,7 +3770,7 @@ static bool kvpn_nccl_starts_early(int running)
     return running >= NCCL_VERSION(2, 28, 0) && running < NCCL_VERSION(2, 30, 7);
 }
 
-/* >>impl_describe -------------------------------------------------------------------------------------------------- */
+/* >>impl_describe -- the text of kvprim_comm_describe */
 
 static void kvpn_describe(kvpn_init_task *task)
 {
@@ -3858,7 +3817,7 @@ static void kvpn_describe(kvpn_init_task *task)
                    comm->sums ? "; 8 MB for sums that a norm follows" : "");
 }
 
-/* >>impl_init ------------------------------------------------------------------------------------------------------ */
+/* >>impl_init -- init: its steps, its thread, kvprim_comm_init */
 
 /* Makes NCCL's communicator, and what exchanges need. A rank that fails before that cannot tell the others. */
 static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
@@ -3903,10 +3862,8 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
                 cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
     comm->trigger = comm->pdl && task->desc.launch_dependents;
 #endif
-    if (comm->deterministic && comm->world > 1 && !comm->peer[0])
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s",
-                           task->off_reason);
+    KVPRIM_REFUSE(comm->deterministic && comm->world > 1 && !comm->peer[0], UNSUPPORTED,
+                  "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s", task->off_reason);
     comm->in_windows = comm->nccl_window, comm->clusters = 1;
     for (int r = 0; r < comm->world; r++) {
         comm->in_windows = comm->in_windows && (comm->nccl_borrowed || task->all[r].window);
@@ -4082,8 +4039,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : kvpn_default_init_timeout_ms;
     kvpn_init_task *const task = kvpn_new_init_task(desc, device);
-    if (!task)
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+    KVPRIM_REFUSE(!task, CUDA, "%s: no host memory", f);
     memset(comm, 0, sizeof *comm);
     comm->active_calls = 1, comm->process = (int32_t)getpid();
     KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_initialising);
@@ -4097,7 +4053,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     return s;
 }
 
-/* >>impl_end ------------------------------------------------------------------------------------------------------- */
+/* >>impl_end -- abort and destroy */
 
 /* Kernels that wait see comm->stop. Later ones, and other ranks', see the stop reason in their page, which this writes,
    on a thread of its own: CUDA may not return while NCCL's work is stuck. */
@@ -4184,7 +4140,7 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     return s;
 }
 
-/* >>impl_watch ----------------------------------------------------------------------------------------------------- */
+/* >>impl_watch -- kvprim_comm_check, and where a wait for NCCL's collectives ends */
 
 /* Reports that an own kernel stopped, here or on another rank. */
 static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
@@ -4297,7 +4253,7 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm)
                                             : "not alive: not initialised, moved, aborted, or ended";
 }
 
-/* >>impl_call ------------------------------------------------------------------------------------------------------ */
+/* >>impl_call -- a collective's arguments */
 
 /* Name, bytes, and NCCL's ncclDataType_t, which older versions of its header lack. */
 typedef struct kvpn_type {
@@ -4412,12 +4368,10 @@ static kvprim_status kvpn_check_counts(kvpn_call *c)
     const size_t world = (size_t)c->comm->world, many = c->kind == kvpn_all_to_allv ? world * world : world;
     const size_t most = SIZE_MAX / sizeof(double);
     size_t sum = 0;
-    if (!c->counts)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: counts is NULL", c->function);
+    KVPRIM_REFUSE(!c->counts, NULL, "%s: counts is NULL", c->function);
     for (size_t k = 0; k < many; k++) {
-        if (c->counts[k] > most - sum)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
-                               c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
+        KVPRIM_REFUSE(c->counts[k] > most - sum, SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
+                      c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
         sum += c->counts[k];
         c->count = c->counts[k] > c->count ? c->counts[k] : c->count;
     }
@@ -4438,18 +4392,16 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
     int device = -1;
     enum cudaStreamCaptureStatus capture;
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
-    if (device != c->comm->device)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator is on device %d", f,
-                           device, (int)c->comm->device);
+    KVPRIM_REFUSE(device != c->comm->device, ARGUMENT, "%s: the current device is %d, the communicator is on device %d",
+                  f, device, (int)c->comm->device);
     KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
     c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
         KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
-        if (device != c->comm->device)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                               "%s: stream belongs to device %d, the communicator is on device %d", f, device,
-                               (int)c->comm->device);
+        KVPRIM_REFUSE(device != c->comm->device, ARGUMENT,
+                      "%s: stream belongs to device %d, the communicator is on device %d", f, device,
+                      (int)c->comm->device);
         c->comm->checked_stream = c->stream;
     }
 #endif
@@ -4460,15 +4412,13 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
 {
     if (count == 0)
         return KVPRIM_OK;
-    if (!pointer)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL, but the count is %llu", c->function, name,
-                           (unsigned long long)c->count);
-    if ((uintptr_t)pointer % c->element)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %p, not aligned to its elements of %d bytes", c->function,
-                           name, (void *)(uintptr_t)pointer, (int)c->element);
-    if (count * c->element > UINTPTR_MAX - (uintptr_t)pointer)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %p and has %llu elements: past the end of memory", c->function,
-                           name, (void *)(uintptr_t)pointer, (unsigned long long)count);
+    KVPRIM_REFUSE(!pointer, NULL, "%s: %s is NULL, but the count is %llu", c->function, name,
+                  (unsigned long long)c->count);
+    KVPRIM_REFUSE((uintptr_t)pointer % c->element, ARGUMENT, "%s: %s is %p, not aligned to its elements of %d bytes",
+                  c->function, name, (void *)(uintptr_t)pointer, (int)c->element);
+    KVPRIM_REFUSE(count * c->element > UINTPTR_MAX - (uintptr_t)pointer, SIZE,
+                  "%s: %s is %p and has %llu elements: past the end of memory", c->function, name,
+                  (void *)(uintptr_t)pointer, (unsigned long long)count);
     return KVPRIM_OK;
 }
 
@@ -4493,19 +4443,17 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 {
     const kvpn_type type = kvpn_type_of(c->dtype);
     const size_t world = (size_t)c->comm->world;
-    if (!type.name)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: dtype is %d, which is not an element type; 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
-                           "are index types",
-                           c->function, (int)c->dtype);
-    if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
-    if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, must be 0 to %d", c->function,
-                           c->kind == kvpn_broadcast ? "root" : "peer", c->op_or_peer, (int)c->comm->world - 1);
-    if (c->count > SIZE_MAX / type.bytes / world)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu, which is too many bytes", c->function,
-                           (unsigned long long)c->count);
+    KVPRIM_REFUSE(!type.name, ARGUMENT,
+                  "%s: dtype is %d, which is not an element type; 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
+                  "are index types",
+                  c->function, (int)c->dtype);
+    KVPRIM_REFUSE(c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG),
+                  ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
+    KVPRIM_REFUSE(c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world), ARGUMENT,
+                  "%s: %s is %d, must be 0 to %d", c->function, c->kind == kvpn_broadcast ? "root" : "peer",
+                  c->op_or_peer, (int)c->comm->world - 1);
+    KVPRIM_REFUSE(c->count > SIZE_MAX / type.bytes / world, SIZE, "%s: the count is %llu, which is too many bytes",
+                  c->function, (unsigned long long)c->count);
     if (kvpn_has_parts(c->kind)) {
         c->recv_count = kvpn_part_begin(c, c->comm->world, false);
         c->send_count = kvpn_part_begin(c, c->comm->world, true);
@@ -4526,7 +4474,7 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 }
 
 #ifdef KVPRIM_NCCL_KERNELS
-/* >>impl_launch ---------------------------------------------------------------------------------------------------- */
+/* >>impl_launch -- collectives by own kernels: which way, which grid */
 
 static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 2 * kvpn_max_blocks) * 8 >=
                   32 * (int)kvpn_pipeline_packs,
@@ -4745,7 +4693,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 #endif
 
 #ifndef KVPRIM_NO_NORM
-/* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
+/* >>impl_launch_norm -- the same of the norm's kernels */
 
 /* All take a description that was checked, with its defaults filled in (strides, scale_min), and at least one token.
    c: function, comm, stream. */
@@ -4841,7 +4789,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
 #endif
 #endif
 
-/* >>impl_nccl ------------------------------------------------------------------------------------------------------ */
+/* >>impl_nccl -- collectives by NCCL */
 
 /* Whether NCCL may take its symmetric kernels: both tensors lie in a window of this library's, or may lie in one of the
    caller's. */
@@ -4965,11 +4913,10 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
                                         "ncclBroadcast", "ncclSend",          "ncclRecv"};
     const char *const f = c->function;
     kvprim_comm *const comm = c->comm;
-    if (c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8)
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "%s: dtype is %s, which NCCL reduces from 2.24 on, if all GPUs have compute capability 9.0; "
-                           "this is %d",
-                           f, kvpn_type_of(c->dtype).name, comm->nccl_version);
+    KVPRIM_REFUSE(c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8, UNSUPPORTED,
+                  "%s: dtype is %s, which NCCL reduces from 2.24 on, if all GPUs have compute capability 9.0; "
+                  "this is %d",
+                  f, kvpn_type_of(c->dtype).name, comm->nccl_version);
     if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
     return kvpn_enqueue_watched(c, names[c->kind], kvpn_enqueue_nccl);
@@ -4983,18 +4930,16 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 /* Keeps a call until kvprim_group_end. */
 static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 {
-    if (c->kind < kvpn_send)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
-                           c->function);
+    KVPRIM_REFUSE(c->kind < kvpn_send, ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
+                  c->function);
     if (c->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpn_check_call(c));
-    if (group->calls_count > 0 && c->stream != group->stream)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is %p, but the group's earlier calls are on %p",
-                           c->function, (void *)c->stream, (void *)group->stream);
-    if (group->calls_count == group->calls_max)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the group has %d calls already, and takes no more", c->function,
-                           group->calls_count);
+    KVPRIM_REFUSE(group->calls_count > 0 && c->stream != group->stream, ARGUMENT,
+                  "%s: stream is %p, but the group's earlier calls are on %p", c->function, (void *)c->stream,
+                  (void *)group->stream);
+    KVPRIM_REFUSE(group->calls_count == group->calls_max, SIZE, "%s: the group has %d calls already, and takes no more",
+                  c->function, group->calls_count);
     const bool receives = c->kind == kvpn_recv;
     const kvpn_group_call kept = {receives ? c->recv : (void *)(uintptr_t)c->send, c->count, c->type, c->op_or_peer,
                                   receives};
@@ -5007,8 +4952,7 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
 {
     const kvpn_open_group *const group = &comm->teardown->group;
     kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
-    if (!group->open)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
+    KVPRIM_REFUSE(!group->open, ARGUMENT, "%s: no group is open", f);
     if (group->failed != KVPRIM_OK)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
     if (group->calls_count == 0)
@@ -5040,7 +4984,7 @@ KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
     return s;
 }
 
-/* >>impl_collective ------------------------------------------------------------------------------------------------ */
+/* >>impl_collective -- the public collectives */
 
 /* An all_gatherv of equal parts is an all_gather of bytes. */
 static void kvpn_simplify_counts(kvpn_call *c)
@@ -5182,16 +5126,12 @@ static int64_t kvpn_norm_scale_stride(const kvprim_norm_desc *d)
     return d->scale_stride ? d->scale_stride : kvpn_norm_words(d) * kvpn_norm_group_stride(d);
 }
 
-/* Words from the first scale to the last. */
-static int64_t kvpn_norm_scales_of(const kvprim_norm_desc *d)
-{
-    const int64_t tokens = d->scale_group || d->scale_per_token ? d->tokens : 1;
-    return (tokens - 1) * kvpn_norm_scale_stride(d) + (kvpn_norm_words(d) - 1) * kvpn_norm_group_stride(d) + 1;
-}
-
 static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *list)
 {
-    const int64_t n = d->tokens, m = d->hidden, scales = kvpn_norm_scales_of(d);
+    const int64_t n = d->tokens, m = d->hidden, scaled = d->scale_group || d->scale_per_token ? n : 1;
+    /* words from the first scale to the last */
+    const int64_t scales =
+        (scaled - 1) * kvpn_norm_scale_stride(d) + (kvpn_norm_words(d) - 1) * kvpn_norm_group_stride(d) + 1;
     const uint32_t in = kvpn_norm_input, out = kvpn_norm_output, any = kvpn_norm_send | kvpn_norm_residual;
     const kvpn_norm_tensor all[kvpn_norm_tensors] = {
         {"desc->residual", d->residual, d->residual_stride, n, m, 2, 16, kvpn_norm_residual, 0},
@@ -5207,20 +5147,16 @@ static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *
 static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_desc *d)
 {
     const uint32_t least = kvpi_bits_of(d->scale_min);
-    if (d->dtype != KVPRIM_F16 && d->dtype != KVPRIM_BF16)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->dtype is %d, must be KVPRIM_F16 or KVPRIM_BF16", f,
-                           (int)d->dtype);
-    if ((kvpi_bits_of(d->eps) & 0x7fffffff) >= 0x7f800000 || d->eps < 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->eps is %g, must be finite and at least 0", f,
-                           (double)d->eps);
-    if (d->tokens < 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->tokens is %lld, must be at least 0", f, (long long)d->tokens);
-    if (d->hidden < 8 || d->hidden > kvpn_max_hidden || d->hidden % 8)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of 8, from 8 to %d", f,
-                           (long long)d->hidden, (int)kvpn_max_hidden);
-    if (least != 0 && (least < 0x00800000 || least > 0x7f000000))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_min is %g, neither 0 nor from 2^-126 to 2^127", f,
-                           (double)d->scale_min);
+    KVPRIM_REFUSE(d->dtype != KVPRIM_F16 && d->dtype != KVPRIM_BF16, ARGUMENT,
+                  "%s: desc->dtype is %d, must be KVPRIM_F16 or KVPRIM_BF16", f, (int)d->dtype);
+    KVPRIM_REFUSE((kvpi_bits_of(d->eps) & 0x7fffffff) >= 0x7f800000 || d->eps < 0, ARGUMENT,
+                  "%s: desc->eps is %g, must be finite and at least 0", f, (double)d->eps);
+    KVPRIM_REFUSE(d->tokens < 0, SIZE, "%s: desc->tokens is %lld, must be at least 0", f, (long long)d->tokens);
+    KVPRIM_REFUSE(d->hidden < 8 || d->hidden > kvpn_max_hidden || d->hidden % 8, SIZE,
+                  "%s: desc->hidden is %lld, must be a multiple of 8, from 8 to %d", f, (long long)d->hidden,
+                  (int)kvpn_max_hidden);
+    KVPRIM_REFUSE(least != 0 && (least < 0x00800000 || least > 0x7f000000), ARGUMENT,
+                  "%s: desc->scale_min is %g, neither 0 nor from 2^-126 to 2^127", f, (double)d->scale_min);
     const struct {
         const char *name;
         int64_t value, max;
@@ -5229,9 +5165,9 @@ static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_des
                   {"scale_power_of_two", d->scale_power_of_two, 1},
                   {"reserved", d->reserved, 0}};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value < 0 || fields[i].value > fields[i].max)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %s", f, fields[i].name,
-                               (long long)fields[i].value, fields[i].max ? "0 or 1" : "0");
+        KVPRIM_REFUSE(fields[i].value < 0 || fields[i].value > fields[i].max, ARGUMENT,
+                      "%s: desc->%s is %lld, must be %s", f, fields[i].name, (long long)fields[i].value,
+                      fields[i].max ? "0 or 1" : "0");
     return KVPRIM_OK;
 }
 
@@ -5242,27 +5178,24 @@ static kvprim_status kvpn_check_norm_places(const char *f, const kvprim_norm_des
     const int64_t words = kvpn_norm_words(d), tokens = d->tokens > 0 ? d->tokens : 1, step = d->scale_group_stride;
     const bool fits =
         step >= 0 && step <= most / words && d->scale_stride >= 0 && kvpn_norm_scale_stride(d) <= most / tokens;
-    if (!fits)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: desc->scale_stride is %lld and scale_group_stride %lld, less than 0 or too large for "
-                           "%lld tokens",
-                           f, (long long)d->scale_stride, (long long)step, (long long)d->tokens);
+    KVPRIM_REFUSE(!fits, SIZE,
+                  "%s: desc->scale_stride is %lld and scale_group_stride %lld, less than 0 or too large for "
+                  "%lld tokens",
+                  f, (long long)d->scale_stride, (long long)step, (long long)d->tokens);
     const int64_t s = kvpn_norm_scale_stride(d), g = kvpn_norm_group_stride(d);
-    if (tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (tokens - 1) * s)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: scales of %lld tokens, %lld words each, lie in each other: scale_stride is %lld and "
-                           "scale_group_stride %lld",
-                           f, (long long)tokens, (long long)words, (long long)s, (long long)g);
+    KVPRIM_REFUSE(tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (tokens - 1) * s, SIZE,
+                  "%s: scales of %lld tokens, %lld words each, lie in each other: scale_stride is %lld and "
+                  "scale_group_stride %lld",
+                  f, (long long)tokens, (long long)words, (long long)s, (long long)g);
     return KVPRIM_OK;
 }
 
 static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
 {
-    if (d->scale_group != 0 && d->scale_group != kvpn_norm_group)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_group is %d, must be 0 or 128", f,
-                           (int)d->scale_group);
-    if (d->scale_group && d->scale_per_token)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_group and scale_per_token are both set", f);
+    KVPRIM_REFUSE(d->scale_group != 0 && d->scale_group != kvpn_norm_group, ARGUMENT,
+                  "%s: desc->scale_group is %d, must be 0 or 128", f, (int)d->scale_group);
+    KVPRIM_REFUSE(d->scale_group && d->scale_per_token, ARGUMENT,
+                  "%s: desc->scale_group and scale_per_token are both set", f);
     if (!d->scale_group && (d->scale_stride || d->scale_group_stride || d->scale_power_of_two || d->scale_dtype))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->scale_group is 0", f,
                            d->scale_stride         ? "scale_stride"
@@ -5271,30 +5204,25 @@ static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_des
                                                    : "scale_dtype");
     if (!d->scale_group)
         return KVPRIM_OK;
-    if (d->scale_dtype != 0 && d->scale_dtype != KVPRIM_F32 && d->scale_dtype != KVPRIM_F8E8M0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f,
-                           (int)d->scale_dtype);
-    if (d->hidden % d->scale_group)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d", f,
-                           (long long)d->hidden, (int)d->scale_group);
+    KVPRIM_REFUSE(d->scale_dtype != 0 && d->scale_dtype != KVPRIM_F32 && d->scale_dtype != KVPRIM_F8E8M0, ARGUMENT,
+                  "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f, (int)d->scale_dtype);
+    KVPRIM_REFUSE(d->hidden % d->scale_group, SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d",
+                  f, (long long)d->hidden, (int)d->scale_group);
     return kvpn_check_norm_places(f, d);
 }
 
 /* >>impl_norm_check -- which tensors there must be, if there are tokens. */
 static kvprim_status kvpn_check_norm_outputs(const char *f, const kvprim_norm_desc *d)
 {
-    if (!d->weight)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->weight is NULL", f);
-    if (!d->out && !d->quantised)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->out and desc->quantised are NULL", f);
-    if (d->quantised && !d->scale)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->scale is NULL, but desc->quantised is set", f);
-    if (!d->quantised && (d->scale || d->scale_per_token || d->scale_group || d->scale_min > 0))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->quantised is NULL", f,
-                           d->scale             ? "scale"
-                           : d->scale_per_token ? "scale_per_token"
-                           : d->scale_group     ? "scale_group"
-                                                : "scale_min");
+    KVPRIM_REFUSE(!d->weight, NULL, "%s: desc->weight is NULL", f);
+    KVPRIM_REFUSE(!d->out && !d->quantised, NULL, "%s: desc->out and desc->quantised are NULL", f);
+    KVPRIM_REFUSE(d->quantised && !d->scale, NULL, "%s: desc->scale is NULL, but desc->quantised is set", f);
+    KVPRIM_REFUSE(!d->quantised && (d->scale || d->scale_per_token || d->scale_group || d->scale_min > 0), ARGUMENT,
+                  "%s: desc->%s is set, but desc->quantised is NULL", f,
+                  d->scale             ? "scale"
+                  : d->scale_per_token ? "scale_per_token"
+                  : d->scale_group     ? "scale_group"
+                                       : "scale_min");
     return KVPRIM_OK;
 }
 
@@ -5315,17 +5243,15 @@ static kvprim_status kvpn_check_norm_tensor(const char *f, const kvpn_norm_tenso
     const uint32_t alignment = on_host ? t->element : t->alignment;
     if (!t->data)
         return KVPRIM_OK;
-    if (t->stride && (t->stride < t->columns || t->stride % 8))
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: the stride of %s is %lld, must be a multiple of 8 and at least desc->hidden, %lld", f,
-                           t->name, (long long)t->stride, (long long)t->columns);
-    if ((uintptr_t)t->data % alignment)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %p, not aligned to %u bytes", f, t->name,
-                           (void *)(uintptr_t)t->data, (unsigned)alignment);
+    KVPRIM_REFUSE(t->stride && (t->stride < t->columns || t->stride % 8), SIZE,
+                  "%s: the stride of %s is %lld, must be a multiple of 8 and at least desc->hidden, %lld", f, t->name,
+                  (long long)t->stride, (long long)t->columns);
+    KVPRIM_REFUSE((uintptr_t)t->data % alignment, ARGUMENT, "%s: %s is %p, not aligned to %u bytes", f, t->name,
+                  (void *)(uintptr_t)t->data, (unsigned)alignment);
     const uint64_t row = (uint64_t)t->columns * t->element, left = UINTPTR_MAX - (uintptr_t)t->data;
-    if (row > left || (uint64_t)(t->rows - 1) > (left - row) / kvpn_norm_step(t))
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %p and has %lld rows of %llu bytes: past the end of memory", f,
-                           t->name, (void *)(uintptr_t)t->data, (long long)t->rows, (unsigned long long)row);
+    KVPRIM_REFUSE(row > left || (uint64_t)(t->rows - 1) > (left - row) / kvpn_norm_step(t), SIZE,
+                  "%s: %s is %p and has %lld rows of %llu bytes: past the end of memory", f, t->name,
+                  (void *)(uintptr_t)t->data, (long long)t->rows, (unsigned long long)row);
     return KVPRIM_OK;
 }
 
@@ -5370,8 +5296,7 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
         (void)snprintf(name, sizeof name, on_host ? "sends[%d]" : "desc->send", (int)r);
         const kvpn_norm_tensor addend = {name, sends[r], d->send_stride, d->tokens, d->hidden,
                                          2,    16,       kvpn_norm_send, 0};
-        if (!sends[r])
-            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, name);
+        KVPRIM_REFUSE(!sends[r], NULL, "%s: %s is NULL", f, name);
         KVPRIM_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
         for (int k = 0; k < kvpn_norm_tensors; k++)
             if (list[k].is == kvpn_norm_output)
@@ -5427,8 +5352,7 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
     kvprim_norm_desc rest = *d;
     sum.recv = c->comm->sums, sum.send = d->send, sum.count = bytes / c->element;
     rest.send = sum.recv, rest.send_stride = d->hidden;
-    if (!sum.recv)
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: kvprim_comm_init found no device memory for sums", f);
+    KVPRIM_REFUSE(!sum.recv, CUDA, "%s: kvprim_comm_init found no device memory for sums", f);
     if (d->send_stride != d->hidden) {
         KVPRIM_NCCL_TRY_CUDA(cudaMemcpy2DAsync(sum.recv, row, d->send, (size_t)d->send_stride * c->element, row,
                                                (size_t)d->tokens, cudaMemcpyDeviceToDevice, c->stream));
@@ -5481,8 +5405,7 @@ static kvprim_status kvpn_run_norm(kvpn_call *c)
 {
     const char *const f = c->function;
     const kvprim_norm_desc *const desc = c->norm;
-    if (!desc)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", f);
+    KVPRIM_REFUSE(!desc, NULL, "%s: desc is NULL", f);
     KVPRIM_TRY(kvpn_check_norm(f, desc, &desc->send, 1, false));
     if (desc->tokens == 0)
         return KVPRIM_OK;
@@ -5671,10 +5594,8 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
 {
     const char *const f = "kvprim_all_reduce_norm_host";
     KVPRIM_RANGE(f);
-    if (!desc || !sends)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
-    if (world < 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
+    KVPRIM_REFUSE(!desc || !sends, NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
+    KVPRIM_REFUSE(world < 1, ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
     KVPRIM_TRY(kvpn_check_norm(f, desc, sends, world, true));
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     const int64_t each = d.scale_group ? d.scale_group : d.hidden; /* elements of a scale */
@@ -5693,20 +5614,19 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
 
 static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring, const kvprim_ring_desc *d)
 {
-    if (!ring || !d || !d->memory || !d->stream)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: ring, desc, desc->memory or desc->stream is NULL", f);
+    KVPRIM_REFUSE(!ring || !d || !d->memory || !d->stream, NULL, "%s: ring, desc, desc->memory or desc->stream is NULL",
+                  f);
     if (!kvpn_has_state(d->comm, kvpn_alive))
         return kvpn_fail_not_alive(f, d->comm);
-    if (d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank; desc->reserved is %lld",
-                           f, d->peer, (long long)d->reserved);
+    KVPRIM_REFUSE(d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0, ARGUMENT,
+                  "%s: desc->peer is %d, must be another rank; desc->reserved is %lld", f, d->peer,
+                  (long long)d->reserved);
     const bool again = ring->self == ring;
     const int32_t least = again ? ring->desc.slots : 1, most = again ? least : KVPRIM_MAX_RING_SLOTS;
     const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / KVPRIM_MAX_RING_SLOTS;
-    if (d->slots < least || d->slots > most || d->slot_bytes < 1 || d->slot_bytes > most_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %zu, must be 1 to %zu", f,
-                           d->slots, least, most, d->slot_bytes, most_bytes);
+    KVPRIM_REFUSE(d->slots < least || d->slots > most || d->slot_bytes < 1 || d->slot_bytes > most_bytes, SIZE,
+                  "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %zu, must be 1 to %zu", f, d->slots,
+                  least, most, d->slot_bytes, most_bytes);
     return KVPRIM_OK;
 }
 
@@ -5716,19 +5636,16 @@ enum { kvpn_ring_sends = 1, kvpn_ring_receives };
 /* out: a pointer that must not be NULL; bytes: of a chunk, or 1. */
 static kvprim_status kvpn_check_ring(const char *f, kvprim_ring *ring, const void *out, size_t bytes, int way)
 {
-    if (!ring || !out)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, ring ? "the place for the result" : "ring");
-    if (ring->self != ring)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: ring was not initialised, was moved, or has ended", f);
+    KVPRIM_REFUSE(!ring || !out, NULL, "%s: %s is NULL", f, ring ? "the place for the result" : "ring");
+    KVPRIM_REFUSE(ring->self != ring, ARGUMENT, "%s: ring was not initialised, was moved, or has ended", f);
     if (!kvpn_has_state(ring->desc.comm, kvpn_alive))
         return kvpn_fail_not_alive(f, ring->desc.comm);
-    if (ring->desc.comm->teardown->group.open)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, whose work is later than the ring's events", f);
-    if (bytes < 1 || bytes > ring->desc.slot_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %zu, must be 1 to %zu", f, bytes, ring->desc.slot_bytes);
-    if (ring->desc.reserved != 0 && ring->desc.reserved != way)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: this ring only %s", f,
-                           way == kvpn_ring_sends ? "receives" : "sends");
+    KVPRIM_REFUSE(ring->desc.comm->teardown->group.open, ARGUMENT,
+                  "%s: a group is open, whose work is later than the ring's events", f);
+    KVPRIM_REFUSE(bytes < 1 || bytes > ring->desc.slot_bytes, SIZE, "%s: bytes is %zu, must be 1 to %zu", f, bytes,
+                  ring->desc.slot_bytes);
+    KVPRIM_REFUSE(ring->desc.reserved != 0 && ring->desc.reserved != way, ARGUMENT, "%s: this ring only %s", f,
+                  way == kvpn_ring_sends ? "receives" : "sends");
     ring->desc.reserved = way;
     return KVPRIM_OK;
 }
@@ -5782,8 +5699,7 @@ KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struc
     const char *const f = "kvprim_ring_send";
     KVPRIM_TRY(kvpn_check_ring(f, ring, ring, bytes, kvpn_ring_sends));
     const uint64_t k = ring->ended % (uint64_t)ring->desc.slots;
-    if (ring->ended == ring->begun)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is claimed", f);
+    KVPRIM_REFUSE(ring->ended == ring->begun, ARGUMENT, "%s: no slot is claimed", f);
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], kvpn_stream(stream)));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(ring->desc.stream, ring->filled[k], 0));
     KVPRIM_TRY(kvprim_send(ring->desc.comm, (char *)ring->desc.memory + k * ring->desc.slot_bytes, bytes, KVPRIM_U8,
@@ -5797,9 +5713,8 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 {
     const char *const f = "kvprim_ring_credit";
     KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
-    if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, n,
-                           (int)(ring->ended - ring->freed));
+    KVPRIM_REFUSE(n < 0 || (uint64_t)n > ring->ended - ring->freed, SIZE,
+                  "%s: n is %d, but %d chunks lack their credit", f, n, (int)(ring->ended - ring->freed));
     ring->freed += (uint64_t)n;
     return KVPRIM_OK;
 }
@@ -5810,8 +5725,8 @@ KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struc
     KVPRIM_TRY(kvpn_check_ring(f, ring, slot, bytes, kvpn_ring_receives));
     const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     char *const at = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
-    if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: all slots are in use: the sender had no credit", f);
+    KVPRIM_REFUSE(ring->begun - ring->freed == (uint64_t)ring->desc.slots, ARGUMENT,
+                  "%s: all slots are in use: the sender had no credit", f);
     KVPRIM_TRY(kvprim_recv(ring->desc.comm, at, bytes, KVPRIM_U8, ring->desc.peer, ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(kvpn_stream(stream), ring->filled[k], 0));
@@ -5823,8 +5738,7 @@ KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_
 {
     const char *const f = "kvprim_ring_release";
     KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_receives));
-    if (ring->ended == ring->begun)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is received", f);
+    KVPRIM_REFUSE(ring->ended == ring->begun, ARGUMENT, "%s: no slot is received", f);
     KVPRIM_NCCL_TRY_CUDA(
         cudaEventRecord(ring->finished[ring->ended % (uint64_t)ring->desc.slots], kvpn_stream(stream)));
     ring->ended++;

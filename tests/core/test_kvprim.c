@@ -1653,9 +1653,9 @@ int main(int argc, char **argv)
     run_slots();
     run_conversions();
 #if defined(KVPRIM_X86) || defined(KVPRIM_ARM_SHA)
-    kvpi_sha = kvpi_sha_portable; /* and as on a processor without such instructions */
+    kvpi_isa = kvpi_isa_known; /* and as on a processor without such instructions */
     run_keys();
-    kvpi_sha = NULL;
+    kvpi_isa = 0;
 #endif
     run_key_table();
     run("unpack: over its descriptor", test_unpack_over_descriptor);
