@@ -5979,12 +5979,14 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         rank += x->owns[k] && (host[k] >= 0 || x->first + k < p.fresh);
     const uint32_t n = kvpc_read_log<false>(p, b, s, freed, &rank);
-    if (threadIdx.x == 0)
-        b->first = p.count == 1 ? *listed : (uint32_t)kvpc_add64(kvpc_word_of(p, 3 + launch % 2), n);
-    if (p.count > 1)
+    uint32_t first = *listed; /* of these rows in the list */
+    if (p.count > 1) {
+        if (threadIdx.x == 0)
+            b->first = (uint32_t)kvpc_add64(kvpc_word_of(p, 3 + launch % 2), n);
         __syncthreads();
-    const uint64_t list =
-        kvpc_word_of(p, 0) + (uint64_t)p.layout.list + 8 * (uint64_t)(p.count > 1 ? b->first : *listed);
+        first = b->first;
+    }
+    const uint64_t list = kvpc_word_of(p, 0) + (uint64_t)p.layout.list + 8 * (uint64_t)first;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         if (!x->owns[k] || (host[k] < 0 && x->first + k >= p.fresh))
             continue;

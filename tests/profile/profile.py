@@ -782,7 +782,7 @@ def sanitize_collectives():
     2, 4 and 8 of them have kernels of their own. One tool at a time: beside the others, racecheck
     stood still (CUDA 13.0, H200)."""
     return each_sanitizer(find_sanitizer(), SANITIZERS, kernels_in('build/kvprim_nccl_counted.o', 'kvpn_'),
-                          ['build/test_nccl_gpu_one', 'quick', 'on', 'seconds=20', 'ranks=2', 'ranks=4', 'ranks=8',
+                          ['build/test_nccl_gpu_one', 'quick', 'on', 'seconds=60', 'ranks=2', 'ranks=4', 'ranks=8',
                            'only=' + '|'.join(SANITIZED)], together=False)
 
 
