@@ -146,7 +146,8 @@ typedef struct changed_field {
 
 static inline void change_field(void *descriptor, const changed_field *f)
 {
-    memcpy((char *)descriptor + f->at, &f->value, f->size);
+    const int32_t narrow = (int32_t)f->value; /* big-endian machines have it at the other end */
+    memcpy((char *)descriptor + f->at, f->size == sizeof narrow ? (const void *)&narrow : &f->value, f->size);
 }
 
 #define T(field, value)                                                                                                \
