@@ -1121,14 +1121,14 @@ static void test_link()
     for (const memory_kind dst : {DEVICE, PINNED, MANAGED})
         for (const memory_kind src : {DEVICE, PINNED, MANAGED}) {
             const bool link = dst == PINNED ? src == DEVICE : src == PINNED && dst == DEVICE;
-            const unsigned filling = dst == PINNED ? 5 : 8; /* see kvpc_on_link */
+            const unsigned filling = dst == PINNED ? 5 : 8, joined = 4; /* see kvpc_on_link, kvpc_join_rows */
             unsigned blocks = 0;
             CHECK(captured_as(dst, src, 4096, true, &blocks) == cudaGraphNodeTypeKernel);
             CHECK(link ? blocks == filling : blocks > 132);
             CHECK(captured_as(dst, src, 4096, false, &blocks) ==
                   (link ? cudaGraphNodeTypeMemcpy : cudaGraphNodeTypeKernel));
             CHECK(captured_as(dst, src, 64, false, &blocks) == cudaGraphNodeTypeKernel);
-            CHECK(link ? blocks == filling : blocks > 2);
+            CHECK(link ? blocks == joined : blocks > 2);
             CHECK(captured_as(dst, src, 15, false, &blocks) == cudaGraphNodeTypeKernel && blocks > 2);
         }
     CHECK(cudaGetLastError() == cudaSuccess);
