@@ -95,7 +95,7 @@ help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
 	@echo 'make examples  build the examples'
 	@echo 'make lib       build build/libkvprim.so and libkvprim_nccl.so, the C functions for other languages'
-	@echo 'make test      test every function that this machine can test, in a minute'
+	@echo 'make test      test every function that this machine can test, in two to three minutes'
 	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
 	@echo 'make replay    measure the replay of a trace (TRACE=path DEVICE=cpu or cuda), output to build/results/'
 	@echo 'make fuzz      run only the fuzzers (FUZZ_SECONDS=600: each as long; without, a fixed number of inputs)'
