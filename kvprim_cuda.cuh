@@ -2869,13 +2869,9 @@ static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride,
 static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, const kvprim_cuda_launch *launch)
 {
     const kvprim_cuda_launch none = {}, l = launch ? *launch : none;
-    if (l.pdl != 0 && l.pdl != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)l.pdl);
-    if (l.max_sms < 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)l.max_sms);
-    if (l.reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
-                           function);
+    KVPRIM_REFUSE(l.pdl != 0 && l.pdl != 1, ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)l.pdl);
+    KVPRIM_REFUSE(l.max_sms < 0, ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)l.max_sms);
+    KVPRIM_REFUSE(l.reserved, ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure", function);
     *call = kvpc_call{function, l, false, false, false};
     call->launch.pdl = l.pdl && kvpc_has_pdl();
     return KVPRIM_OK;
@@ -2893,14 +2889,12 @@ static kvprim_status kvpc_check_side_reach(const char *function, const char *nam
     const char *const advice = "is ordinary host memory, which the GPU cannot reach: pin it (cudaMallocHost, "
                                "cudaHostRegister; pin_memory() in PyTorch)";
     const void *const rows = side->device_layers ? (const void *)side->device_layers : kvprim_side_layer(side, 0);
-    if (rows && kvpc_is_out_of_reach(rows, false))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s%s (%p) %s", function, name,
-                           side->device_layers ? "_device_layers" : "", rows, advice);
+    KVPRIM_REFUSE(rows && kvpc_is_out_of_reach(rows, false), ARGUMENT, "%s: %s%s (%p) %s", function, name,
+                  side->device_layers ? "_device_layers" : "", rows, advice);
     if (!side->index || !kvpc_is_out_of_reach(side->index, side->host_index))
         return KVPRIM_OK;
-    if (side->host_index)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is memory of a GPU, but host_index is 1", function,
-                           index_name, side->index);
+    KVPRIM_REFUSE(side->host_index, ARGUMENT, "%s: %s (%p) is memory of a GPU, but host_index is 1", function,
+                  index_name, side->index);
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) %s, or set host_index = 1", function, index_name,
                        side->index, advice);
 }
@@ -2928,18 +2922,15 @@ static kvprim_status kvpc_check_bytes(const char *function, const char *name, co
             error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
         if (error == cudaSuccess)
             error = cudaPointerGetAttributes(&a, p);
-        if (!kvpc_succeeds(error))
-            return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, p, cudaGetErrorName(error),
-                               cudaGetErrorString(error));
-        if (a.type == cudaMemoryTypeUnregistered && !pageable)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                               "%s: %s reaches %p, which the GPU cannot: past an allocation, or ordinary host memory: "
-                               "pin it (cudaMallocHost, cudaHostRegister; pin_memory() in PyTorch)",
-                               function, name, p);
-        if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                               "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
-                               p, a.device, device);
+        KVPRIM_REFUSE(!kvpc_succeeds(error), CUDA, "%s: %s (%p): %s: %s", function, name, p, cudaGetErrorName(error),
+                      cudaGetErrorString(error));
+        KVPRIM_REFUSE(a.type == cudaMemoryTypeUnregistered && !pageable, ARGUMENT,
+                      "%s: %s reaches %p, which the GPU cannot: past an allocation, or ordinary host memory: "
+                      "pin it (cudaMallocHost, cudaHostRegister; pin_memory() in PyTorch)",
+                      function, name, p);
+        KVPRIM_REFUSE(a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer, ARGUMENT,
+                      "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name, p,
+                      a.device, device);
     }
     return KVPRIM_OK;
 }
@@ -5345,11 +5336,10 @@ static kvprim_status kvpc_check_ends(const char *function, kvpc_unpack_job *job,
 {
     const bool high = (job->src.any | job->dst.any | job->bytes.any) >> 62 != 0;
     for (size_t i = 0; high && i < d->count; i++)
-        if (d->items[i].bytes && ((uintptr_t)d->items[i].src | (uintptr_t)d->items[i].dst | d->items[i].bytes) >> 62)
-            return kvprim_fail(KVPRIM_ERROR_SIZE,
-                               "%s: items[%llu] (src %p, dst %p, %llu bytes) lies past 2^62, where no GPU has memory",
-                               function, (unsigned long long)i, d->items[i].src, d->items[i].dst,
-                               (unsigned long long)d->items[i].bytes);
+        KVPRIM_REFUSE(
+            d->items[i].bytes && ((uintptr_t)d->items[i].src | (uintptr_t)d->items[i].dst | d->items[i].bytes) >> 62,
+            SIZE, "%s: items[%llu] (src %p, dst %p, %llu bytes) lies past 2^62, where no GPU has memory", function,
+            (unsigned long long)i, d->items[i].src, d->items[i].dst, (unsigned long long)d->items[i].bytes);
     if (high)
         kvpc_survey(job, true);
 #if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
@@ -5443,11 +5433,10 @@ static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvp
 static kvprim_status kvpc_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
 {
     const bool meta = kvpc_is_out_of_reach(d->meta, false);
-    if (meta || kvpc_is_out_of_reach(d->count, false))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: %s (%p) is ordinary host memory, which the GPU cannot reach: pin it (cudaMallocHost, "
-                           "cudaHostRegister)",
-                           function, meta ? "meta" : "count", meta ? (const void *)d->meta : (const void *)d->count);
+    KVPRIM_REFUSE(meta || kvpc_is_out_of_reach(d->count, false), ARGUMENT,
+                  "%s: %s (%p) is ordinary host memory, which the GPU cannot reach: pin it (cudaMallocHost, "
+                  "cudaHostRegister)",
+                  function, meta ? "meta" : "count", meta ? (const void *)d->meta : (const void *)d->count);
     KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
     KVPRIM_TRY(kvpc_check_bytes(function, "src", d->src, d->src_bytes));
     KVPRIM_TRY(kvpc_check_bytes(function, "meta", d->meta, d->max_count * sizeof *d->meta));
@@ -6283,8 +6272,7 @@ KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, 
 KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_move");
-    if (!moves && n)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cuda_move: moves is NULL");
+    KVPRIM_REFUSE(!moves && n, NULL, "kvprim_cuda_move: moves is NULL");
     return kvpc_run("kvprim_cuda_move", KVPRIM_OK, moves, n, launch);
 }
 
