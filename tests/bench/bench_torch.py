@@ -7,7 +7,8 @@ With the package of examples/python, ratios are from one run.
 
 Rows are bf16, tables have 8 GiB. There are 8 sets of distinct random rows, and dense buffers rotate. Times are medians
 of interleaved replays of 64 launches (24 if one moves more than 64 MB). index_select, embedding and kvprim get int32
-indices; index_put_ and index_copy_ get the int64 ones that they require. embedding writes where torch's allocator says.
+indices; index_put_ and index_copy_ get the int64 ones that they require. embedding writes to memory of torch's
+allocator, which is kept, so that it rotates, too.
 A store is K and V: two calls of torch, one of kvprim. The last table is of V alone in vLLM's first layout, in which the
 elements of a row lie apart: [page, head and element, row of the page]. Before a contender is timed, everything that its
 last launch moved is compared with what it should have moved.
@@ -52,8 +53,7 @@ class Contender:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            for i in range(launches):
-                self.result = call(i)
+            self.results = [call(i) for i in range(launches)]  # kept: torch's allocator would use the memory again
         self.graph.replay()
         torch.cuda.synchronize()
 
@@ -73,7 +73,7 @@ def measure(calls, launches, verify, repetitions=9):
     contenders = {}
     for name, call_ in calls.items():
         contenders[name] = Contender(call_, launches)
-        verify(name, contenders[name].result)
+        verify(name, contenders[name].results[-1])
     for repetition in range(repetitions):
         for name in sorted(contenders, reverse=repetition % 2 == 1):
             contenders[name].time()
