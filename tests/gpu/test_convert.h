@@ -822,7 +822,7 @@ static void convert_packed(arena *a)
         const kvprim_dtype small = n % 8 == 6 ? KVPRIM_INT4 : KVPRIM_F4E2M1,
                            other = n / 2 % 2 ? KVPRIM_F16 : KVPRIM_BF16;
         convert_case c = convert_case_of(n, store ? small : other, store ? other : small, KVPRIM_SCALE_TILE);
-        c.form = store ? CONVERT_STORE : CONVERT_GATHER, c.v = n / 2 % 4 ? V_CONVERTS : NO_V;
+        c.form = store ? CONVERT_STORE : CONVERT_GATHER, c.v = n / 2 % 2 ? V_CONVERTS : v_form(n / 2 % 4);
         c.tile = tiles[n / 4 % 8], c.elements = 2 * c.tile * (c.tile < 64 ? 4 : 1);
         c.dst = c.src = {0, 0};
         (store ? c.dst : c.src) = {n / 32 % 2 * 8, 0}; /* 8: heads in pages */
