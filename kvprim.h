@@ -673,7 +673,8 @@ typedef struct kvprim_fetch_desc {
     const void *pages;
     kvprim_index_type pages_type;
     int32_t pages_by_state;                     /* 0: request i has row i of `pages`; 1: row state[i] */
-    int64_t max_pages, pages_stride, page_rows; /* pages_stride: elements from one row to the next; 0: max_pages */
+    int64_t max_pages, pages_stride, page_rows; /* less than 2^31 pages; pages_stride: elements from one row to the
+                                                   next; 0: max_pages */
     int64_t host_rows;                          /* the bound of rows in k and v, less than 2^31; 0: k.rows */
     kvprim_table k_hot, v_hot, k, v; /* without formats. K only: leave all of v at zero; a plan alone: all of k, too */
     int64_t k_bytes, v_bytes;        /* of a row */
@@ -5154,9 +5155,9 @@ static kvprim_status kvpi_check_fetch_fields(const char *function, kvprim_fetch_
         {"wanted_stride", d->wanted_stride, d->top_k, INT64_MAX, size},
         {"fresh_stride", d->fresh_stride, d->fresh_count, INT64_MAX, size},
         {"host_rows", d->host_rows, !has_k, INT32_MAX, size},
-        {"max_pages", d->max_pages, pages, pages ? INT64_MAX : 0, size},
+        {"max_pages", d->max_pages, pages, pages ? INT32_MAX : 0, size}, /* as tokens are */
         {"page_rows", d->page_rows, pages, pages ? INT32_MAX : 0, size},
-        {"pages_stride", d->pages_stride, d->max_pages, INT64_MAX, size},
+        {"pages_stride", d->pages_stride, d->max_pages, pages ? INT64_MAX : 0, size},
         {"pages_by_state", d->pages_by_state, 0, pages, argument},
         {"state_type", d->state_type, KVPRIM_I32, KVPRIM_I64, argument},
         {"wanted_type", d->wanted_type, KVPRIM_I32, KVPRIM_I64, argument},
@@ -5202,10 +5203,10 @@ static kvprim_status kvpi_check_fetch(const char *function, kvprim_fetch_desc *d
     kvpi_uses u;
     u.count = 0;
     KVPRIM_TRY(kvpi_check_set_memory(function, &d->set));
+    if (!d->k_hot.data && !d->k.data && !d->k_bytes && (d->v_hot.data || d->v.data || d->v_bytes))
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: v_hot, v or v_bytes is set, but k_hot.data is NULL", function);
     KVPRIM_TRY(kvpi_check_fetch_fields(function, d));
     KVPRIM_TRY(kvpi_check_fetch_part(d, 0, &m[0], &u));
-    if (m[0].count == 0 && (d->v_hot.data || d->v.data || d->v_bytes))
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: v_hot, v or v_bytes is set, but k_hot.data is NULL", function);
     KVPRIM_TRY(kvpi_check_fetch_part(d, 1, &m[1], &u));
     const uint64_t n = (uint64_t)d->count, steps = (uint64_t)d->steps, top_k = (uint64_t)d->top_k;
     const uint64_t fresh = (uint64_t)d->fresh_count, entries = n * (fresh + steps * top_k);
