@@ -951,7 +951,7 @@ typedef struct kvprim_pack {
     int64_t bytes;                           /* of the area */
 } kvprim_pack;
 
-/* Errors: NULL (desc, plan, cache), SIZE (count, heads, staging_bytes), ARGUMENT (a format). */
+/* Errors: NULL (desc, plan, cache), SIZE (count, heads, a cache of no layers, staging_bytes), ARGUMENT (a format). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan);
 
 /* Lists what n moves copy, for NIXL, Mooncake, UCX, cudaMemcpyBatchAsync or kvprim_copy: row by row, each head by
@@ -4174,7 +4174,8 @@ static int kvpi_find_order(const char *name, char order[8])
         "NL_X_NB_NH_BS_TWO_HS=LBHN2C NL_X_NB_BS_NH_TWO_HS=LBNH2C NL_X_NB_NH_BS_CS=LBHN2C NL_X_NB_BS_NH_CS=LBNH2C "
         "NL_X_NBBS_ONE_HS=LBNH2C TWO_X_NL_X_NBBS_NH_HS=2LBNHC TWO_X_NL_X_NB_BS_NH_HS=2LBNHC ";
     char key[32];
-    const char *const found = snprintf(key, sizeof key, " %s=", name) < (int)sizeof key ? strstr(names, key) : NULL;
+    const int whole = snprintf(key, sizeof key, " %s=", name) < (int)sizeof key && !strchr(name, '=');
+    const char *const found = whole ? strstr(names, key) : NULL;
     (void)snprintf(order, 8, "%.6s", found ? found + strlen(key) : name);
     if (strlen(order) == 5 && order[4] == 'C') /* K and V in one head */
         memcpy(order + 4, "2C", 3);
@@ -4216,8 +4217,10 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
     o->bytes = (int64_t)size[0];
     if (size[0] >= kvpi_too_large)
         return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "kvprim_layout_find: rows is %lld, page_rows %lld and layers %d, too large together",
-                           (long long)z->rows, (long long)z->page_rows, (int)z->layers);
+                           "kvprim_layout_find: rows is %lld, page_rows %lld, page_stride %lld, k_bytes %lld, v_bytes "
+                           "%lld and layers %d, too large together",
+                           (long long)z->rows, (long long)z->page_rows, (long long)z->page_stride,
+                           (long long)z->k_bytes, (long long)z->v_bytes, (int)z->layers);
     return KVPRIM_OK;
 }
 
@@ -4295,9 +4298,10 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
     const int64_t heads = desc->heads ? desc->heads : all - desc->head;
     if (c->k_cache.format)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_pack_plan: cache has a format: find it by an order");
-    if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d",
-                           (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all);
+    if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head || c->layers < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d, and %d layers",
+                           (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all, (int)c->layers);
     const int64_t bytes[2] = {c->k_bytes / all * heads, c->v_bytes / all * heads}; /* of a row */
     const uint64_t layer = kvpi_mul((uint64_t)desc->count, (uint64_t)(bytes[0] + bytes[1]));
     const uint64_t area = kvpi_mul(layer, (uint64_t)c->layers);
