@@ -6144,20 +6144,26 @@ static kvprim_status kvpi_check_keys(const kvprim_keys_desc *d)
                         bigrams, "neither 0 nor, for SGLANG and DYNAMO, 1");
     KVPRIM_REFUSE_FIELD(d->seed != 0 && !dynamo, ARGUMENT, seed, "but the rule has none");
     KVPRIM_REFUSE_FIELD(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
-    KVPRIM_REFUSE_FIELD(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
-                            (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
-                        ARGUMENT, parent_bytes, "not as the rule's keys");
+    KVPRIM_REFUSE(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
+                      (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
+                  ARGUMENT, "kvprim_keys: parent_bytes is %lld, not as the rule's keys, %d%s",
+                  (long long)d->parent_bytes, (int)rule->bytes, vllm ? ", nor up to 64" : "");
     const int64_t each = (wide ? 10 : 5) << d->bigrams;
-    KVPRIM_REFUSE_FIELD(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE, block_tokens,
-                        "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
+    KVPRIM_REFUSE(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE,
+                  "kvprim_keys: block_tokens is %lld, less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK, %lld",
+                  (long long)d->block_tokens, (long long)(KVPRIM_MAX_KEY_BLOCK / each));
     const int64_t blocks = (d->count - d->bigrams) / d->block_tokens,
                   n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
     KVPRIM_REFUSE_FIELD(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), ARGUMENT, extra_count,
                         "less than 0, or more than the rule takes");
-    KVPRIM_REFUSE_FIELD(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE, keys_bytes,
-                        "less than the keys of all blocks");
+    KVPRIM_REFUSE(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE,
+                  "kvprim_keys: keys_bytes is %lld, less than the keys of all blocks, %lld times %d",
+                  (long long)d->keys_bytes, (long long)blocks, (int)rule->bytes);
     if (blocks == 0)
         return KVPRIM_OK;
+    const int64_t most = rule->extra == 2 ? n : blocks; /* more cannot ascend, and their bytes could wrap */
+    KVPRIM_REFUSE(d->extra_count > most, SIZE, "kvprim_keys: extra_count is %lld, more than %lld",
+                  (long long)d->extra_count, (long long)most);
     const char *const null = !d->tokens                        ? "tokens"
                              : !d->keys                        ? "keys"
                              : !d->parent && xxhash            ? "parent"
