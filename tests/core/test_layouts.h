@@ -930,8 +930,7 @@ static inline void test_named_errors(void)
 {
     static const char *const unknown[] = {"",        "LBHN",   "LBHNCC",  "LBHN2",  "CLBHN2", "LB2NHHC",
                                           "LLBN2C",  "lbhnc",  "LB2NHC ", "XB2NHC", "L2C",    "trtllm ",
-                                          "trtllm=", "22BNHC", "LBHNC2",  "KV_2LT",
-                                          "KV_2TD=LB2NHC KV_T2D"};
+                                          "trtllm=", "22BNHC", "LBHNC2",  "KV_2LT"};
     char data[8];
     kvprim_layout o;
     kvprim_layout_sizes z = named_sizes(data), bad = z;
@@ -940,6 +939,7 @@ static inline void test_named_errors(void)
     CHECK_ERROR(kvprim_layout_find("LBHNC", &z, NULL), KVPRIM_ERROR_NULL, "layout is NULL");
     for (size_t k = 0; k < sizeof unknown / sizeof *unknown; k++)
         bad_layout(unknown[k], z, KVPRIM_ERROR_ARGUMENT, unknown[k]);
+    bad_layout("KV_2TD=LB2NHC KV_T2D", z, KVPRIM_ERROR_ARGUMENT, "neither a name of"); /* two that follow each other */
     bad_layout("a_name_that_is_longer_than_every_other_name", z, KVPRIM_ERROR_ARGUMENT, "neither a name of");
     bad_layout("fp8_ds_mla_v41", z, KVPRIM_ERROR_ARGUMENT, "has its own k_bytes, v_bytes and heads, not 24, 24 and 4");
 #define BAD(field, value, words)                                                                                       \

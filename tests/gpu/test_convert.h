@@ -840,8 +840,9 @@ static void convert_packed(arena *a)
         c.count = 20 * int64_t(kvpc_multiprocessors()), c.rows = c.count + 3;
         run_convert(a, &c);
     }
-    static const uint32_t outers[] = {0xc0000000, 0x7fc00000, 0x3a000000}; /* negative, NaN, small: 1 / 2^-137 */
-    for (unsigned n = 0; n < 6; n++) { /* padding: zeros of no sign, and no NaNs */
+    /* Padding is zeros without a sign, and no NaNs, if the tensor's scale is negative, NaN or small (1 / 2^-137). */
+    static const uint32_t outers[] = {0xc0000000, 0x7fc00000, 0x3a000000};
+    for (unsigned n = 0; n < 6; n++) {
         convert_case c = convert_case_of(n, n % 2 ? KVPRIM_F4E2M1 : KVPRIM_INT4, KVPRIM_BF16, KVPRIM_SCALE_TILE);
         c.form = CONVERT_GATHER, c.where = OWN_MEMORY, c.scales = kvprim_dtype(0), c.n = 2 * n + 1;
         c.outer = true, c.outer_bits = outers[n / 2], c.inverse = true, c.is_e8m0 = false, c.count = 40, c.rows = 43;
