@@ -673,7 +673,8 @@ typedef struct kvprim_fetch_desc {
     const void *pages;
     kvprim_index_type pages_type;
     int32_t pages_by_state;                     /* 0: request i has row i of `pages`; 1: row state[i] */
-    int64_t max_pages, pages_stride, page_rows; /* pages_stride: elements from one row to the next; 0: max_pages */
+    int64_t max_pages, pages_stride, page_rows; /* less than 2^31 pages; pages_stride: elements from one row to the
+                                                   next; 0: max_pages */
     int64_t host_rows;                          /* the bound of rows in k and v, less than 2^31; 0: k.rows */
     kvprim_table k_hot, v_hot, k, v; /* without formats. K only: leave all of v at zero; a plan alone: all of k, too */
     int64_t k_bytes, v_bytes;        /* of a row */
@@ -950,7 +951,7 @@ typedef struct kvprim_pack {
     int64_t bytes;                           /* of the area */
 } kvprim_pack;
 
-/* Errors: NULL (desc, plan, cache), SIZE (count, heads, staging_bytes), ARGUMENT (a format). */
+/* Errors: NULL (desc, plan, cache), SIZE (count, heads, a cache of no layers, staging_bytes), ARGUMENT (a format). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan);
 
 /* Lists what n moves copy, for NIXL, Mooncake, UCX, cudaMemcpyBatchAsync or kvprim_copy: row by row, each head by
@@ -4173,7 +4174,8 @@ static int kvpi_find_order(const char *name, char order[8])
         "NL_X_NB_NH_BS_TWO_HS=LBHN2C NL_X_NB_BS_NH_TWO_HS=LBNH2C NL_X_NB_NH_BS_CS=LBHN2C NL_X_NB_BS_NH_CS=LBNH2C "
         "NL_X_NBBS_ONE_HS=LBNH2C TWO_X_NL_X_NBBS_NH_HS=2LBNHC TWO_X_NL_X_NB_BS_NH_HS=2LBNHC ";
     char key[32];
-    const char *const found = snprintf(key, sizeof key, " %s=", name) < (int)sizeof key ? strstr(names, key) : NULL;
+    const int whole = snprintf(key, sizeof key, " %s=", name) < (int)sizeof key && !strchr(name, '=');
+    const char *const found = whole ? strstr(names, key) : NULL;
     (void)snprintf(order, 8, "%.6s", found ? found + strlen(key) : name);
     if (strlen(order) == 5 && order[4] == 'C') /* K and V in one head */
         memcpy(order + 4, "2C", 3);
@@ -4215,8 +4217,10 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
     o->bytes = (int64_t)size[0];
     if (size[0] >= kvpi_too_large)
         return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "kvprim_layout_find: rows is %lld, page_rows %lld and layers %d, too large together",
-                           (long long)z->rows, (long long)z->page_rows, (int)z->layers);
+                           "kvprim_layout_find: rows is %lld, page_rows %lld, page_stride %lld, k_bytes %lld, v_bytes "
+                           "%lld and layers %d, too large together",
+                           (long long)z->rows, (long long)z->page_rows, (long long)z->page_stride,
+                           (long long)z->k_bytes, (long long)z->v_bytes, (int)z->layers);
     return KVPRIM_OK;
 }
 
@@ -4294,9 +4298,10 @@ KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_p
     const int64_t heads = desc->heads ? desc->heads : all - desc->head;
     if (c->k_cache.format)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_pack_plan: cache has a format: find it by an order");
-    if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d",
-                           (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all);
+    if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head || c->layers < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d, and %d layers",
+                           (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all, (int)c->layers);
     const int64_t bytes[2] = {c->k_bytes / all * heads, c->v_bytes / all * heads}; /* of a row */
     const uint64_t layer = kvpi_mul((uint64_t)desc->count, (uint64_t)(bytes[0] + bytes[1]));
     const uint64_t area = kvpi_mul(layer, (uint64_t)c->layers);
@@ -5154,9 +5159,9 @@ static kvprim_status kvpi_check_fetch_fields(const char *function, kvprim_fetch_
         {"wanted_stride", d->wanted_stride, d->top_k, INT64_MAX, size},
         {"fresh_stride", d->fresh_stride, d->fresh_count, INT64_MAX, size},
         {"host_rows", d->host_rows, !has_k, INT32_MAX, size},
-        {"max_pages", d->max_pages, pages, pages ? INT64_MAX : 0, size},
+        {"max_pages", d->max_pages, pages, pages ? INT32_MAX : 0, size}, /* as tokens are */
         {"page_rows", d->page_rows, pages, pages ? INT32_MAX : 0, size},
-        {"pages_stride", d->pages_stride, d->max_pages, INT64_MAX, size},
+        {"pages_stride", d->pages_stride, d->max_pages, pages ? INT64_MAX : 0, size},
         {"pages_by_state", d->pages_by_state, 0, pages, argument},
         {"state_type", d->state_type, KVPRIM_I32, KVPRIM_I64, argument},
         {"wanted_type", d->wanted_type, KVPRIM_I32, KVPRIM_I64, argument},
@@ -5202,10 +5207,10 @@ static kvprim_status kvpi_check_fetch(const char *function, kvprim_fetch_desc *d
     kvpi_uses u;
     u.count = 0;
     KVPRIM_TRY(kvpi_check_set_memory(function, &d->set));
+    if (!d->k_hot.data && !d->k.data && !d->k_bytes && (d->v_hot.data || d->v.data || d->v_bytes))
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: v_hot, v or v_bytes is set, but k_hot.data is NULL", function);
     KVPRIM_TRY(kvpi_check_fetch_fields(function, d));
     KVPRIM_TRY(kvpi_check_fetch_part(d, 0, &m[0], &u));
-    if (m[0].count == 0 && (d->v_hot.data || d->v.data || d->v_bytes))
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: v_hot, v or v_bytes is set, but k_hot.data is NULL", function);
     KVPRIM_TRY(kvpi_check_fetch_part(d, 1, &m[1], &u));
     const uint64_t n = (uint64_t)d->count, steps = (uint64_t)d->steps, top_k = (uint64_t)d->top_k;
     const uint64_t fresh = (uint64_t)d->fresh_count, entries = n * (fresh + steps * top_k);
@@ -6139,20 +6144,26 @@ static kvprim_status kvpi_check_keys(const kvprim_keys_desc *d)
                         bigrams, "neither 0 nor, for SGLANG and DYNAMO, 1");
     KVPRIM_REFUSE_FIELD(d->seed != 0 && !dynamo, ARGUMENT, seed, "but the rule has none");
     KVPRIM_REFUSE_FIELD(d->reserved != 0, ARGUMENT, reserved, "not 0: zero-initialise the structure");
-    KVPRIM_REFUSE_FIELD(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
-                            (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
-                        ARGUMENT, parent_bytes, "not as the rule's keys");
+    KVPRIM_REFUSE(d->parent_bytes != 0 && d->parent_bytes != rule->bytes &&
+                      (!vllm || d->parent_bytes < 0 || d->parent_bytes > 64),
+                  ARGUMENT, "kvprim_keys: parent_bytes is %lld, not as the rule's keys, %d%s",
+                  (long long)d->parent_bytes, (int)rule->bytes, vllm ? ", nor up to 64" : "");
     const int64_t each = (wide ? 10 : 5) << d->bigrams;
-    KVPRIM_REFUSE_FIELD(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE, block_tokens,
-                        "less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK");
+    KVPRIM_REFUSE(d->block_tokens < 1 || d->block_tokens > KVPRIM_MAX_KEY_BLOCK / each, SIZE,
+                  "kvprim_keys: block_tokens is %lld, less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK, %lld",
+                  (long long)d->block_tokens, (long long)(KVPRIM_MAX_KEY_BLOCK / each));
     const int64_t blocks = (d->count - d->bigrams) / d->block_tokens,
                   n = blocks ? blocks * d->block_tokens + d->bigrams : 0;
     KVPRIM_REFUSE_FIELD(d->extra_count < 0 || (d->extra_count > 0 && !rule->extra), ARGUMENT, extra_count,
                         "less than 0, or more than the rule takes");
-    KVPRIM_REFUSE_FIELD(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE, keys_bytes,
-                        "less than the keys of all blocks");
+    KVPRIM_REFUSE(d->keys_bytes / rule->bytes < blocks || d->keys_bytes < 0, SIZE,
+                  "kvprim_keys: keys_bytes is %lld, less than the keys of all blocks, %lld times %d",
+                  (long long)d->keys_bytes, (long long)blocks, (int)rule->bytes);
     if (blocks == 0)
         return KVPRIM_OK;
+    const int64_t most = rule->extra == 2 ? n : blocks; /* more cannot ascend, and their bytes could wrap */
+    KVPRIM_REFUSE(d->extra_count > most, SIZE, "kvprim_keys: extra_count is %lld, more than %lld",
+                  (long long)d->extra_count, (long long)most);
     const char *const null = !d->tokens                        ? "tokens"
                              : !d->keys                        ? "keys"
                              : !d->parent && xxhash            ? "parent"

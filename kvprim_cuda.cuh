@@ -4452,7 +4452,8 @@ KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<numbe
             }
             if (pass > 0)
                 break;
-            factor = kvpc_compute_scale<four>(how, s, begin, largest, lane, lanes);
+            const kvpc_factor computed = kvpc_compute_scale<four>(how, s, begin, largest, lane, lanes);
+            factor = s.zero ? factor : computed; /* padding stays 0, whatever the tensor's scale is */
         }
     }
     if (nans && how.nans)

@@ -855,6 +855,9 @@ static void bad_fetches(void)
     BAD(fetch, max_pages = 0, SIZE, "kvprim_fetch: max_pages is 0");
     BAD(fetch, page_rows = 0, SIZE, "kvprim_fetch: page_rows is 0");
     BAD(fetch, pages = NULL, SIZE, "kvprim_fetch: max_pages is 20, less than 0 or more than 0");
+    BAD(fetch, max_pages = INT64_MAX, SIZE, "kvprim_fetch: max_pages is 9223372036854775807");
+    BAD(fetch, pages = NULL; d.max_pages = 0; d.page_rows = 0;
+        d.pages_stride = 7, SIZE, "pages_stride is 7, less than 0 or more than 0");
     BAD(fetch, pages_by_state = 2, ARGUMENT, "kvprim_fetch: pages_by_state is 2");
     BAD(fetch, state_type = (kvprim_index_type)0, ARGUMENT, "kvprim_fetch: state_type is 0");
     BAD(fetch, wanted_type = (kvprim_index_type)3, ARGUMENT, "kvprim_fetch: wanted_type is 3");
@@ -874,7 +877,7 @@ static void bad_fetches(void)
     BAD(fetch, k.data = NULL, NULL, "kvprim_fetch: k.data is NULL");
     BAD(fetch, k.format = &format, ARGUMENT, "kvprim_fetch: k.format is set");
     BAD(fetch, v_hot.format = &format, ARGUMENT, "kvprim_fetch: v_hot.format is set");
-    BAD(fetch, k = table_of(NULL, 0); d.k_hot = d.k; d.k_bytes = 0; d.host_rows = 5, NULL, "but k_hot.data is NULL");
+    BAD(fetch, k = table_of(NULL, 0); d.k_hot = d.k; d.k_bytes = 0, NULL, "but k_hot.data is NULL");
     BAD(fetch, k_hot.data = k, OVERLAP, "kvprim_fetch: k_hot (");
     BAD(fetch, v_hot.data = k_hot + bytes, OVERLAP, "v_hot (");
     BAD(fetch, k_hot.data = plus(memory, -1), OVERLAP, "k_hot (");

@@ -282,11 +282,12 @@ static void test_bad_keys(void)
     BAD_KEYS(parent = keys + 127, OVERLAP, "parent");
     BAD_KEYS(block_tokens = 0, SIZE, "block_tokens is 0, less than 1");
     BAD_KEYS(block_tokens = -16, SIZE, "block_tokens is -16, less than 1");
-    BAD_KEYS(block_tokens = KVPRIM_MAX_KEY_BLOCK / 10 + 1, SIZE, "block_tokens is 2458, less than 1 or more");
-    BAD_KEYS(keys_bytes = 127, SIZE, "keys_bytes is 127, less than");
+    BAD_KEYS(block_tokens = KVPRIM_MAX_KEY_BLOCK / 10 + 1, SIZE,
+             "block_tokens is 2458, less than 1 or more than fit into KVPRIM_MAX_KEY_BLOCK, 2457");
+    BAD_KEYS(keys_bytes = 127, SIZE, "keys_bytes is 127, less than the keys of all blocks, 4 times 32");
     BAD_KEYS(keys_bytes = -128, SIZE, "keys_bytes is -128, less than");
     BAD_KEYS(parent_bytes = -1, ARGUMENT, "parent_bytes is -1");
-    BAD_KEYS(parent_bytes = 65, ARGUMENT, "parent_bytes is 65");
+    BAD_KEYS(parent_bytes = 65, ARGUMENT, "parent_bytes is 65, not as the rule's keys, 32, nor up to 64");
     BAD_KEYS(seed = 1, ARGUMENT, "seed is 1, but");
     BAD_KEYS(bigrams = 1, ARGUMENT, "bigrams is 1,");
     BAD_KEYS(reserved = 1, ARGUMENT, "reserved is 1");
@@ -294,6 +295,7 @@ static void test_bad_keys(void)
     BAD_KEYS(extra_count = 1, NULL, "extra is NULL");
     good.extra = x, good.extra_count = 2;
     BAD_KEYS(keys = (char *)x - 127, OVERLAP, "extra");
+    BAD_KEYS(extra_count = (int64_t)1 << 59, SIZE, "extra_count is 576460752303423488, more than 4"); /* 2^64 bytes */
     x[1].data = NULL;
     BAD_KEYS(count = 64, NULL, "extra[1].data is NULL");
     x[1].data = digest;

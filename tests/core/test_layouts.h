@@ -939,6 +939,7 @@ static inline void test_named_errors(void)
     CHECK_ERROR(kvprim_layout_find("LBHNC", &z, NULL), KVPRIM_ERROR_NULL, "layout is NULL");
     for (size_t k = 0; k < sizeof unknown / sizeof *unknown; k++)
         bad_layout(unknown[k], z, KVPRIM_ERROR_ARGUMENT, unknown[k]);
+    bad_layout("KV_2TD=LB2NHC KV_T2D", z, KVPRIM_ERROR_ARGUMENT, "neither a name of"); /* two that follow each other */
     bad_layout("a_name_that_is_longer_than_every_other_name", z, KVPRIM_ERROR_ARGUMENT, "neither a name of");
     bad_layout("fp8_ds_mla_v41", z, KVPRIM_ERROR_ARGUMENT, "has its own k_bytes, v_bytes and heads, not 24, 24 and 4");
 #define BAD(field, value, words)                                                                                       \
@@ -965,7 +966,7 @@ static inline void test_named_errors(void)
         CHECK(got.k_layer_stride == got.bytes / bad.layers && got.k_cache.page_stride == 1024);
     }
     BAD(rows, INT64_MAX / 8, "too large");
-    BAD(k_bytes, INT64_MAX / 4 * 4, "too large");
+    BAD(k_bytes, INT64_MAX / 4 * 4, "k_bytes 9223372036854775804, v_bytes 24 and layers");
 #undef BAD
 }
 
@@ -1289,8 +1290,8 @@ static inline void test_pack_errors(void)
 {
     char memory[1] = {0};
     const kvprim_layout cache = named_layout("LB2NHC", memory);
-    kvprim_layout quantised = cache;
-    quantised.k_cache.format = &quantised.k_format;
+    kvprim_layout quantised = cache, empty = cache;
+    quantised.k_cache.format = &quantised.k_format, empty.layers = 0;
     kvprim_pack plan;
     kvprim_pack_desc d, bad;
     memset(&d, 0, sizeof d);
@@ -1304,6 +1305,7 @@ static inline void test_pack_errors(void)
     CHECK_ERROR(kvprim_pack_plan(&bad, &plan), status, words)
     BAD(cache, NULL, KVPRIM_ERROR_NULL, "cache is NULL");
     BAD(cache, &quantised, KVPRIM_ERROR_ARGUMENT, "cache has a format");
+    BAD(cache, &empty, KVPRIM_ERROR_SIZE, "the cache has 4, and 0 layers"); /* its transfers would move one */
     BAD(count, -1, KVPRIM_ERROR_SIZE, "count is -1, head 1 and heads 0; the cache has 4");
     BAD(head, -1, KVPRIM_ERROR_SIZE, "head -1");
     BAD(head, 4, KVPRIM_ERROR_SIZE, "head 4 and heads 0");

@@ -26,6 +26,7 @@ struct convert_case {
     v_form v;            /* of a store */
     kvprim_dtype scales; /* 0, or the type of tiles' scales beside 4 bits */
     bool outer;          /* 1: they have a tensor's scale, too */
+    uint32_t outer_bits; /* 0: any */
     unsigned n;          /* chooses whatever is not given */
 };
 
@@ -236,7 +237,7 @@ static void place_small(arena *a, const convert_case *c, convert_side *s, const 
         f.nans = reserve_counter(a);
     if (c->outer) {
         float *const outer = reserve<float>(a, 4, 0);
-        const uint32_t bits = random_scale();
+        const uint32_t bits = c->outer_bits ? c->outer_bits : random_scale();
         memcpy(outer, &bits, 4);
         f.tensor_scale = outer;
     }
@@ -837,6 +838,14 @@ static void convert_packed(arena *a)
         c.form = CONVERT_STORE, c.v = NO_V, c.tile = 16, c.elements = 2048, c.dst = {n * 8, 0}, c.src = {0, 0};
         c.where = OWN_MEMORY, c.is_e8m0 = n, c.scales = n ? kvprim_dtype(0) : KVPRIM_F8E4M3, c.outer = !n;
         c.count = 20 * int64_t(kvpc_multiprocessors()), c.rows = c.count + 3;
+        run_convert(a, &c);
+    }
+    /* Padding is zeros without a sign, and no NaNs, if the tensor's scale is negative, NaN or small (1 / 2^-137). */
+    static const uint32_t outers[] = {0xc0000000, 0x7fc00000, 0x3a000000};
+    for (unsigned n = 0; n < 6; n++) {
+        convert_case c = convert_case_of(n, n % 2 ? KVPRIM_F4E2M1 : KVPRIM_INT4, KVPRIM_BF16, KVPRIM_SCALE_TILE);
+        c.form = CONVERT_GATHER, c.where = OWN_MEMORY, c.scales = kvprim_dtype(0), c.n = 2 * n + 1;
+        c.outer = true, c.outer_bits = outers[n / 2], c.inverse = true, c.is_e8m0 = false, c.count = 40, c.rows = 43;
         run_convert(a, &c);
     }
 }
