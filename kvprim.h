@@ -3539,21 +3539,6 @@ static kvprim_status kvpi_finish_moves(kvprim_status status, kvprim_move *moves,
     return status;
 }
 
-KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves)
-{
-    return kvpi_finish_moves(kvpi_check_gather(desc, moves), moves, 1);
-}
-
-KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves)
-{
-    return kvpi_finish_moves(kvpi_check_store(desc, moves), moves, 2);
-}
-
-KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves)
-{
-    return kvpi_finish_moves(kvpi_check_transfer(desc, moves), moves, 1);
-}
-
 /* >>impl_cpu_move -- the executor: `rejected`, zero fill, copies */
 
 enum {
@@ -4126,26 +4111,22 @@ KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
     return kvpi_run_moves(KVPRIM_OK, moves, n);
 }
 
-KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
-{
-    KVPRIM_RANGE("kvprim_gather");
-    kvprim_move m;
-    return kvpi_run_moves(kvprim_gather_moves(desc, &m), &m, 1);
-}
-
-KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
-{
-    KVPRIM_RANGE("kvprim_store");
-    kvprim_move m[2];
-    return kvpi_run_moves(kvprim_store_moves(desc, m), m, 2);
-}
-
-KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
-{
-    KVPRIM_RANGE("kvprim_transfer");
-    kvprim_move m;
-    return kvpi_run_moves(kvprim_transfer_moves(desc, &m), &m, 1);
-}
+/* The moves of a descriptor, and the call that runs them. */
+#define KVPRIM_MOVES(name, n)                                                                                          \
+    KVPRIM_API kvprim_status kvprim_##name##_moves(const kvprim_##name##_desc *desc, kvprim_move *moves)               \
+    {                                                                                                                  \
+        return kvpi_finish_moves(kvpi_check_##name(desc, moves), moves, n);                                            \
+    }                                                                                                                  \
+    KVPRIM_API kvprim_status kvprim_##name(const kvprim_##name##_desc *desc)                                           \
+    {                                                                                                                  \
+        KVPRIM_RANGE("kvprim_" #name);                                                                                 \
+        kvprim_move m[n];                                                                                              \
+        return kvpi_run_moves(kvprim_##name##_moves(desc, m), m, n);                                                   \
+    }
+KVPRIM_MOVES(gather, 1)
+KVPRIM_MOVES(store, 2)
+KVPRIM_MOVES(transfer, 1)
+#undef KVPRIM_MOVES
 
 #ifndef KVPRIM_NO_LAYOUTS
 /* >>impl_layout -- caches of engines, the staging area */
