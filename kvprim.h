@@ -1167,11 +1167,11 @@ KVPRIM_ANYWHERE int32_t kvpi_fetch_empty(const kvpi_fetch_layout *l, int64_t w)
 
    A new element type touches
        here              the enum (>>dtype), kvpi_to_ and kvpi_of_ its name, kvpi_dtype_bytes() to kvpi_to_element(),
-                         KVPRIM_NARROW_LIST or _FOUR_BIT_LIST, kvpi_converts(); the table of >>format
+                         KVPRIM_NARROW_LIST, kvpi_converts(); the table of >>format
        kvprim_cuda.cuh   kvpc_decode_word(), kvpc_encode_word(), KVPRIM_BY_TYPE or KVPRIM_BY_PACKED_TYPE. Kernels of
                          plain rows know fewer types: kvpc_is_plain_conversion()
-       kvprim_nccl.h     kvpn_type_of(); if own kernels reduce it, kvpn_has_kernels(), a struct of >>impl_pack, its bit
-                         beside kvpn_is_f32, kvpn_set_what(), kvpn_reduction<kvpn_any>. Its all ones must be a NaN */
+       kvprim_nccl.h     kvpn_type_of(); if own kernels reduce it, a struct of >>impl_pack, its bit beside kvpn_is_f32,
+                         kvpn_reduction<kvpn_any>. Its all ones must be a NaN */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_ELEMENTS)) &&             \
     !defined(KVPRIM_ELEMENT)
 
@@ -3768,88 +3768,67 @@ enum { kvpi_block = 64 };
 /* What is done with a number between decoding and encoding it. */
 typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
 
-/* Copies n elements of `bytes` each into a block, whose rest becomes 0. A memcpy of a constant size is no call. */
-KVPRIM_INLINE void kvpi_read_elements(void *block, const char *src, size_t n, size_t bytes)
+/* Elements of less than 32 bits: their type, that of the bits that hold `packed` of them, and the name in kvpi_of_ and
+   kvpi_to_. */
+#define KVPRIM_NARROW_LIST(X)                                                                                          \
+    X(KVPRIM_F16, uint16_t, 1, f16)                                                                                    \
+    X(KVPRIM_BF16, uint16_t, 1, bf16)                                                                                  \
+    X(KVPRIM_F8E4M3, uint8_t, 1, e4m3)                                                                                 \
+    X(KVPRIM_F8E5M2, uint8_t, 1, e5m2)                                                                                 \
+    X(KVPRIM_INT8, uint8_t, 1, int8)                                                                                   \
+    X(KVPRIM_F4E2M1, uint8_t, 2, e2m1)                                                                                 \
+    X(KVPRIM_INT4, uint8_t, 2, int4)
+
+/* Copies a block's first n of `all` bytes, whose rest becomes 0. A memcpy of a constant size is no call. */
+KVPRIM_INLINE void kvpi_read_block(void *block, const char *src, size_t n, size_t all)
 {
-    if (n == kvpi_block) {
-        memcpy(block, src, kvpi_block * bytes);
+    if (n == all) {
+        memcpy(block, src, all);
     } else {
-        memset(block, 0, kvpi_block * bytes);
-        memcpy(block, src, n * bytes);
+        memset(block, 0, all);
+        memcpy(block, src, n);
     }
 }
 
-KVPRIM_INLINE void kvpi_write_elements(char *dst, const void *block, size_t n, size_t bytes)
+KVPRIM_INLINE void kvpi_write_block(char *dst, const void *block, size_t n, size_t all)
 {
-    if (n == kvpi_block)
-        memcpy(dst, block, kvpi_block * bytes);
+    if (n == all)
+        memcpy(dst, block, all);
     else
-        memcpy(dst, block, n * bytes);
+        memcpy(dst, block, n);
 }
-
-/* Elements of less than 32 bits: their type, their bits, and the name in kvpi_of_ and kvpi_to_. */
-#define KVPRIM_NARROW_LIST(X)                                                                                          \
-    X(KVPRIM_F16, uint16_t, f16)                                                                                       \
-    X(KVPRIM_BF16, uint16_t, bf16)                                                                                     \
-    X(KVPRIM_F8E4M3, uint8_t, e4m3)                                                                                    \
-    X(KVPRIM_F8E5M2, uint8_t, e5m2)                                                                                    \
-    X(KVPRIM_INT8, uint8_t, int8)
-
-#define KVPRIM_FOUR_BIT_LIST(X)                                                                                        \
-    X(KVPRIM_F4E2M1, e2m1)                                                                                             \
-    X(KVPRIM_INT4, int4)
 
 KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
 {
     switch ((int)from) {
-#define KVPRIM_LOAD(type, bits, name)                                                                                  \
+#define KVPRIM_LOAD(type, bits, packed, name)                                                                          \
     case type: {                                                                                                       \
-        bits block[kvpi_block];                                                                                        \
-        kvpi_read_elements(block, src, n, sizeof *block);                                                              \
+        bits block[kvpi_block / (packed)];                                                                             \
+        kvpi_read_block(block, src, n * sizeof *block / (packed), sizeof block);                                       \
         for (int i = 0; i < kvpi_block; i++)                                                                           \
-            x[i] = kvpi_of_##name(block[i]);                                                                           \
+            x[i] = kvpi_of_##name((uint32_t)block[i / (packed)] >> 4 * (i % (packed)));                                \
         break;                                                                                                         \
     }
         KVPRIM_NARROW_LIST(KVPRIM_LOAD)
 #undef KVPRIM_LOAD
-#define KVPRIM_LOAD(type, name)                                                                                        \
-    case type: {                                                                                                       \
-        uint8_t block[kvpi_block];                                                                                     \
-        kvpi_read_elements(block, src, n / 2, 1);                                                                      \
-        for (int i = 0; i < kvpi_block; i++)                                                                           \
-            x[i] = kvpi_of_##name((uint32_t)block[i / 2] >> 4 * (i % 2));                                              \
-        break;                                                                                                         \
-    }
-        KVPRIM_FOUR_BIT_LIST(KVPRIM_LOAD)
-#undef KVPRIM_LOAD
     default:
-        kvpi_read_elements(x, src, n, 4);
+        kvpi_read_block(x, src, n * sizeof *x, kvpi_block * sizeof *x);
     }
 }
 
 KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, size_t n)
 {
     switch ((int)to) {
-#define KVPRIM_STORE(type, bits, name)                                                                                 \
+#define KVPRIM_STORE(type, bits, packed, name)                                                                         \
     case type: {                                                                                                       \
-        bits block[kvpi_block];                                                                                        \
-        for (int i = 0; i < kvpi_block; i++)                                                                           \
-            block[i] = (bits)kvpi_to_##name(x[i]);                                                                     \
-        kvpi_write_elements(dst, block, n, sizeof *block);                                                             \
+        bits block[kvpi_block / (packed)];                                                                             \
+        for (int i = 0; i < kvpi_block; i += (packed))                                                                 \
+            block[i / (packed)] = (bits)(kvpi_to_##name(x[i]) | ((packed) == 2 ? kvpi_to_##name(x[i + 1]) << 4 : 0));  \
+        kvpi_write_block(dst, block, n * sizeof *block / (packed), sizeof block);                                      \
         break;                                                                                                         \
     }
         KVPRIM_NARROW_LIST(KVPRIM_STORE)
-        KVPRIM_STORE(KVPRIM_F32, uint32_t, f32)
-#undef KVPRIM_STORE
-#define KVPRIM_STORE(type, name)                                                                                       \
-    case type: {                                                                                                       \
-        uint8_t block[kvpi_block / 2];                                                                                 \
-        for (int i = 0; i < kvpi_block; i += 2)                                                                        \
-            block[i / 2] = (uint8_t)(kvpi_to_##name(x[i]) | kvpi_to_##name(x[i + 1]) << 4);                            \
-        memcpy(dst, block, n / 2);                                                                                     \
-        break;                                                                                                         \
-    }
-        KVPRIM_FOUR_BIT_LIST(KVPRIM_STORE)
+        KVPRIM_STORE(KVPRIM_F32, uint32_t, 1, f32)
 #undef KVPRIM_STORE
     }
 }
