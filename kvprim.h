@@ -4159,10 +4159,9 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
             continue; /* from here on both parts have the same strides */
         }
         if (*at == 'B' && z->page_stride) {
-            if ((uint64_t)z->page_stride < most)
-                return kvprim_fail(KVPRIM_ERROR_SIZE,
-                                   "kvprim_layout_find: page_stride is %lld, less than a page's bytes, %llu",
-                                   (long long)z->page_stride, (unsigned long long)most);
+            KVPRIM_REFUSE((uint64_t)z->page_stride < most, SIZE,
+                          "kvprim_layout_find: page_stride is %lld, less than a page's bytes, %llu",
+                          (long long)z->page_stride, (unsigned long long)most);
             size[0] = (uint64_t)z->page_stride;
             size[1] = size[1] ? size[0] : 0; /* 0: there is no V, and no 2 inside the page */
         }
@@ -4173,10 +4172,9 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
         }
     }
     o->bytes = (int64_t)size[0];
-    if (size[0] >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "kvprim_layout_find: rows is %lld, page_rows %lld and layers %d, too large together",
-                           (long long)z->rows, (long long)z->page_rows, (int)z->layers);
+    KVPRIM_REFUSE(size[0] >= kvpi_too_large, SIZE,
+                  "kvprim_layout_find: rows is %lld, page_rows %lld and layers %d, too large together",
+                  (long long)z->rows, (long long)z->page_rows, (int)z->layers);
     return KVPRIM_OK;
 }
 
@@ -4205,30 +4203,26 @@ KVPRIM_API kvprim_status kvprim_layout_find(const char *name, const kvprim_layou
     const kvpi_quantised_rows *p = NULL;
     char order[8];
     const char *const null = !name ? "name" : !sizes ? "sizes" : !layout ? "layout" : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_layout_find: %s is NULL", null);
+    KVPRIM_REFUSE(null, NULL, "kvprim_layout_find: %s is NULL", null);
     kvprim_layout_sizes z = *sizes;
     z.layers += z.layers == 0, z.heads += z.heads == 0;
     for (size_t k = 0; k < sizeof quantised / sizeof *quantised; k++)
         p = strcmp(name, quantised[k].name) == 0 ? &quantised[k] : p;
-    if (!kvpi_find_order(p ? "LBNHC" : name, order))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_layout_find: '%.64s' is neither a name of >>layout nor an order of LBHN2C", name);
-    if (p && (z.k_bytes || z.v_bytes || z.heads != 1))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_layout_find: '%s' has its own k_bytes, v_bytes and heads, not %lld, %lld and %d",
-                           name, (long long)z.k_bytes, (long long)z.v_bytes, (int)z.heads);
+    KVPRIM_REFUSE(!kvpi_find_order(p ? "LBNHC" : name, order), ARGUMENT,
+                  "kvprim_layout_find: '%.64s' is neither a name of >>layout nor an order of LBHN2C", name);
+    KVPRIM_REFUSE(p && (z.k_bytes || z.v_bytes || z.heads != 1), ARGUMENT,
+                  "kvprim_layout_find: '%s' has its own k_bytes, v_bytes and heads, not %lld, %lld and %d", name,
+                  (long long)z.k_bytes, (long long)z.v_bytes, (int)z.heads);
     z.k_bytes = p ? p->row_bytes + p->scale_stride : z.k_bytes;
     const kvpi_number fields[] = {
         {"rows", z.rows},       {"page_rows", z.page_rows}, {"layers", z.layers},          {"heads", z.heads},
         {"k_bytes", z.k_bytes}, {"v_bytes", z.v_bytes},     {"page_stride", z.page_stride}};
     for (int k = 0; k < 7; k++)
-        if (fields[k].value < (k < 5))
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: %s is %lld, less than %d", fields[k].field,
-                               (long long)fields[k].value, k < 5);
-    if (z.k_bytes % z.heads || z.v_bytes % z.heads)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: heads is %d, but k_bytes %lld and v_bytes %lld",
-                           (int)z.heads, (long long)z.k_bytes, (long long)z.v_bytes);
+        KVPRIM_REFUSE(fields[k].value < (k < 5), SIZE, "kvprim_layout_find: %s is %lld, less than %d", fields[k].field,
+                      (long long)fields[k].value, k < 5);
+    KVPRIM_REFUSE(z.k_bytes % z.heads || z.v_bytes % z.heads, SIZE,
+                  "kvprim_layout_find: heads is %d, but k_bytes %lld and v_bytes %lld", (int)z.heads,
+                  (long long)z.k_bytes, (long long)z.v_bytes);
     kvprim_layout o;
     memset(&o, 0, sizeof o);
     o.k_cache.data = z.data, o.k_cache.rows = z.rows, o.k_cache.page_rows = z.page_rows, o.k_cache.heads = z.heads;
@@ -4247,24 +4241,21 @@ KVPRIM_API kvprim_status kvprim_layout_find(const char *name, const kvprim_layou
 KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan)
 {
     const char *const null = !desc ? "desc" : !plan ? "plan" : !desc->cache ? "cache" : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_pack_plan: %s is NULL", null);
+    KVPRIM_REFUSE(null, NULL, "kvprim_pack_plan: %s is NULL", null);
     const kvprim_layout *const c = desc->cache;
     const int64_t all = c->k_cache.heads > 1 ? c->k_cache.heads : 1;
     const int64_t heads = desc->heads ? desc->heads : all - desc->head;
-    if (c->k_cache.format)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_pack_plan: cache has a format: find it by an order");
-    if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d",
-                           (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all);
+    KVPRIM_REFUSE(c->k_cache.format, ARGUMENT, "kvprim_pack_plan: cache has a format: find it by an order");
+    KVPRIM_REFUSE(desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head, SIZE,
+                  "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d", (long long)desc->count,
+                  (int)desc->head, (int)desc->heads, (int)all);
     const int64_t bytes[2] = {c->k_bytes / all * heads, c->v_bytes / all * heads}; /* of a row */
     const uint64_t layer = kvpi_mul((uint64_t)desc->count, (uint64_t)(bytes[0] + bytes[1]));
     const uint64_t area = kvpi_mul(layer, (uint64_t)c->layers);
-    if (area >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, too large", (long long)desc->count);
-    if (desc->staging && desc->staging_bytes < (int64_t)area)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %llu",
-                           (long long)desc->staging_bytes, (unsigned long long)area);
+    KVPRIM_REFUSE(area >= kvpi_too_large, SIZE, "kvprim_pack_plan: count is %lld, too large", (long long)desc->count);
+    KVPRIM_REFUSE(desc->staging && desc->staging_bytes < (int64_t)area, SIZE,
+                  "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %llu", (long long)desc->staging_bytes,
+                  (unsigned long long)area);
     memset(plan, 0, sizeof *plan);
     plan->bytes = (int64_t)area;
     for (int part = 0; part < 2; part++) {
@@ -4886,13 +4877,12 @@ static kvprim_status kvpi_check_item(const kvprim_copy_item *items, size_t i)
 /* No destination shares a byte with the items. */
 static kvprim_status kvpi_check_items_apart(const kvprim_copy_desc *d)
 {
+    const uint64_t bytes = d->count * sizeof *d->items;
     for (size_t i = 0; i < d->count; i++)
-        if (kvpi_overlap(d->items[i].dst, d->items[i].bytes, d->items, d->count * sizeof *d->items)) {
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                               "kvprim_copy: dst of items[%llu] (%p, %llu bytes) overlaps items (%p, %llu bytes)",
-                               (unsigned long long)i, d->items[i].dst, (unsigned long long)d->items[i].bytes,
-                               (const void *)d->items, (unsigned long long)(d->count * sizeof *d->items));
-        }
+        KVPRIM_REFUSE(kvpi_overlap(d->items[i].dst, d->items[i].bytes, d->items, bytes), OVERLAP,
+                      "kvprim_copy: dst of items[%llu] (%p, %llu bytes) overlaps items (%p, %llu bytes)",
+                      (unsigned long long)i, d->items[i].dst, (unsigned long long)d->items[i].bytes,
+                      (const void *)d->items, (unsigned long long)bytes);
     return KVPRIM_OK;
 }
 
