@@ -5366,6 +5366,15 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_
    The host's twin. It reads addends and residual up to three times instead of keeping a row. An element's outputs are
    written after all reads of that element, so they may lie in its place. */
 
+/* A token under way. */
+typedef struct kvpn_host_token {
+    const kvprim_norm_desc *d;
+    const void *const *sends;
+    int32_t world;
+    int64_t token;
+    float factor; /* 1 / sqrt(mean(r * r) + eps) */
+} kvpn_host_token;
+
 static float kvpn_host_element(const kvprim_norm_desc *d, const void *tensor, int64_t at)
 {
     uint16_t bits;
@@ -5385,29 +5394,26 @@ static float kvpn_host_rounded(const kvprim_norm_desc *d, float x)
     return kvpi_of_element(d->dtype, kvpi_to_element(d->dtype, x));
 }
 
-/* s of element i of a token. */
-static float kvpn_host_sum(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token, int64_t i)
+/* r of element i, and *s. */
+static float kvpn_host_residual(const kvpn_host_token *t, int64_t i, float *s)
 {
-    const int64_t at = token * d->send_stride + i;
-    float sum = kvpn_host_element(d, sends[0], at);
-    for (int32_t r = 1; r < world; r++)
-        sum = kvpi_rounded(sum + kvpn_host_element(d, sends[r], at));
+    const kvprim_norm_desc *const d = t->d;
+    float sum = kvpn_host_element(d, t->sends[0], t->token * d->send_stride + i);
+    for (int32_t r = 1; r < t->world; r++)
+        sum = kvpi_rounded(sum + kvpn_host_element(d, t->sends[r], t->token * d->send_stride + i));
+    *s = kvpn_host_rounded(d, sum);
+    if (!d->residual)
+        return *s;
+    sum = kvpi_rounded(*s + kvpn_host_element(d, d->residual, t->token * d->residual_stride + i));
     return kvpn_host_rounded(d, sum);
 }
 
-/* r, from s. */
-static float kvpn_host_residual(const kvprim_norm_desc *d, float s, int64_t token, int64_t i)
-{
-    const int64_t at = token * d->residual_stride + i;
-    return d->residual ? kvpn_host_rounded(d, kvpi_rounded(s + kvpn_host_element(d, d->residual, at))) : s;
-}
-
 /* y, from r. */
-static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, int64_t i)
+static float kvpn_host_scaled(const kvpn_host_token *t, float r, int64_t i)
 {
-    const float weight = kvpn_host_element(d, d->weight, i);
-    const float by = d->weight_plus_one ? kvpi_rounded(weight + 1) : weight;
-    return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
+    const float weight = kvpn_host_element(t->d, t->d->weight, i);
+    const float by = t->d->weight_plus_one ? kvpi_rounded(weight + 1) : weight;
+    return kvpn_host_rounded(t->d, kvpi_product(kvpi_product(r, t->factor), by));
 }
 
 /* Whether a * a * x > 1, exactly. a has 25 bits and x has 24, so a * a fits into the 53 bits of an fp64. So do the
@@ -5451,15 +5457,14 @@ static void kvpn_host_add_to_tree(float *parts, int64_t pack, float sum)
     parts[k] = sum;
 }
 
-/* 1 / sqrt(mean(r * r) + eps) of a token. */
-static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token)
+static float kvpn_host_factor(const kvpn_host_token *t)
 {
-    const int64_t packs = d->hidden / 8;
-    float parts[12], sum = 0; /* 2,048 packs */
+    const int64_t packs = t->d->hidden / 8;
+    float parts[12], sum = 0, s; /* 2,048 packs */
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            const double r = (double)kvpn_host_residual(t, i, &s);
             sum = kvpi_rounded((float)((double)sum + r * r)); /* fmaf: fp64 holds the square of 8 or 11 bits */
         }
         kvpn_host_add_to_tree(parts, pack, sum);
@@ -5468,48 +5473,45 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int k = 0; k < 12; k++)
         if (packs >> k & 1)
             sum = kvpi_rounded(parts[k] + sum);
-    volatile float mean = kvpi_product(sum, kvpi_quotient(1, (float)d->hidden)); /* not fused with what follows */
-    return kvpn_host_rsqrt(kvpi_rounded(mean + d->eps));
+    volatile float mean = kvpi_product(sum, kvpi_quotient(1, (float)t->d->hidden)); /* not fused with what follows */
+    return kvpn_host_rsqrt(kvpi_rounded(mean + t->d->eps));
 }
 
-/* The scale of the elements from `first` on, up to `end`: computed, unless the whole tensor has one. */
-static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
-                             float factor, int64_t first, int64_t end)
+/* The scale of the elements from `first` on, up to `end`: computed and written, unless the whole tensor has one. */
+static float kvpn_host_scale(const kvpn_host_token *t, int64_t first, int64_t end)
 {
-    const bool powers = d->scale_power_of_two || d->scale_dtype == KVPRIM_F8E8M0;
+    const kvprim_norm_desc *const d = t->d;
+    const bool exponents = d->scale_dtype == KVPRIM_F8E8M0;
+    const int64_t group = first / (end - first);
     uint32_t most = 0;
+    float s;
     if (!d->scale_per_token && !d->scale_group)
         return d->scale ? *d->scale : 1;
-    for (int64_t i = first; i < end; i++) {
-        const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-        most = kvpi_tile_most(most, kvpn_host_scaled(d, r, factor, i));
-    }
-    return kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->scale_min, powers);
-}
-
-static void kvpn_host_write_scale(const kvprim_norm_desc *d, int64_t token, int64_t group, float scale)
-{
-    if ((d->scale_per_token || d->scale_group) && d->scale_dtype != KVPRIM_F8E8M0)
-        d->scale[token * d->scale_stride + group * d->scale_group_stride] = scale;
-    else if (d->scale_group)
-        ((unsigned char *)(d->scale + token * d->scale_stride + group / 4 * d->scale_group_stride))[group % 4] =
-            (unsigned char)(kvpi_bits_of(scale) >> 23);
+    for (int64_t i = first; i < end; i++)
+        most = kvpi_tile_most(most, kvpn_host_scaled(t, kvpn_host_residual(t, i, &s), i));
+    const float scale =
+        kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->scale_min, d->scale_power_of_two || exponents);
+    float *const at = d->scale + t->token * d->scale_stride + (exponents ? group / 4 : group) * d->scale_group_stride;
+    if (exponents)
+        ((unsigned char *)at)[group % 4] = (unsigned char)kvpi_to_e8m0(scale);
+    else
+        *at = scale;
+    return scale;
 }
 
 /* `first` to `end`: the elements of a scale. */
-static void kvpn_host_norm(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
-                           float factor, int64_t first, int64_t end)
+static void kvpn_host_norm(const kvpn_host_token *t, int64_t first, int64_t end)
 {
-    const float scale = kvpn_host_scale(d, sends, world, token, factor, first, end);
-    kvpn_host_write_scale(d, token, first / (end - first), scale);
+    const kvprim_norm_desc *const d = t->d;
+    const float scale = kvpn_host_scale(t, first, end);
     for (int64_t i = first; i < end; i++) {
-        const float s = kvpn_host_sum(d, sends, world, token, i), r = kvpn_host_residual(d, s, token, i);
-        const float y = kvpn_host_scaled(d, r, factor, i);
-        kvpn_set_host_element(d, d->sum, token * d->sum_stride + i, s);
-        kvpn_set_host_element(d, d->residual_out, token * d->residual_out_stride + i, r);
-        kvpn_set_host_element(d, d->out, token * d->out_stride + i, y);
+        float s;
+        const float r = kvpn_host_residual(t, i, &s), y = kvpn_host_scaled(t, r, i);
+        kvpn_set_host_element(d, d->sum, t->token * d->sum_stride + i, s);
+        kvpn_set_host_element(d, d->residual_out, t->token * d->residual_out_stride + i, r);
+        kvpn_set_host_element(d, d->out, t->token * d->out_stride + i, y);
         if (d->quantised)
-            ((unsigned char *)d->quantised)[token * d->quantised_stride + i] =
+            ((unsigned char *)d->quantised)[t->token * d->quantised_stride + i] =
                 (unsigned char)kvpi_to_e4m3(kvpi_quotient(y, scale));
     }
 }
@@ -5524,10 +5526,11 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
     KVPRIM_TRY(kvpn_check_norm(f, desc, sends, world, true));
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     const int64_t each = d.scale_group ? d.scale_group : d.hidden; /* elements of a scale */
-    for (int64_t token = 0; token < d.tokens; token++) {
-        const float factor = kvpn_host_factor(&d, sends, world, token);
+    kvpn_host_token t = {&d, sends, world, 0, 0};
+    for (; t.token < d.tokens; t.token++) {
+        t.factor = kvpn_host_factor(&t);
         for (int64_t first = 0; first < d.hidden; first += each)
-            kvpn_host_norm(&d, sends, world, token, factor, first, first + each);
+            kvpn_host_norm(&t, first, first + each);
     }
     return KVPRIM_OK;
 }
