@@ -560,6 +560,21 @@ enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 /* Why a rank stopped: the kind, the rank that stopped first << 8, and the rank that one waited for << 16. */
 enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 
+/* What a kernel of kvpn_any does, and with which type: a bit each, because a switch would load a table of addresses. */
+enum {
+    kvpn_sums,
+    kvpn_averages,
+    kvpn_takes_largest,
+    kvpn_takes_least,
+    kvpn_op_mask = 3,
+    kvpn_is_f32 = 4,
+    kvpn_is_bf16 = 8,
+    kvpn_is_f16 = 16,
+    kvpn_is_e4m3 = 32,
+    kvpn_is_e5m2 = 64,
+    kvpn_shares = 128 /* sums go to all ranks: two shots */
+};
+
 /* Elements of a scale_group, and the packs that they are. */
 enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 
@@ -600,21 +615,6 @@ enum {
     kvpn_poll_interval_ns = 500        /* between polls: without it, 65,536 polling threads saturate the L2 cache */
 };
 static const uint32_t kvpn_empty_word = 0xffffffffu;
-
-/* What a kernel of kvpn_any does, and with which type: a bit each, because a switch would load a table of addresses. */
-enum {
-    kvpn_sums,
-    kvpn_averages,
-    kvpn_takes_largest,
-    kvpn_takes_least,
-    kvpn_op_mask = 3,
-    kvpn_is_f32 = 4,
-    kvpn_is_bf16 = 8,
-    kvpn_is_f16 = 16,
-    kvpn_is_e4m3 = 32,
-    kvpn_is_e5m2 = 64,
-    kvpn_shares = 128 /* sums go to all ranks: two shots */
-};
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
    block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
@@ -731,11 +731,11 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_slot_offset(const kvpn_params &p, const kvpn_th
     return offset + me.turn * p.turn_bytes; /* known last */
 }
 
-/* Where this rank sends its pack j, in area 0. After it stopped, that is past the last set, where no rank reads: a
+/* Where this rank sends its pack j. After it stopped, that is past the last set, where no rank reads: a
    branch would make the compiler load the turn before the pack. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t j)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t area, uint32_t j)
 {
-    return me.stop_reason ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, j);
+    return me.stop_reason ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, area, p.rank, j);
 }
 
 /* >>impl_wait -- where a kernel's wait ends: polls, the deadline, stop reasons */
@@ -933,10 +933,8 @@ template <kvprim_dtype dtype> struct kvpn_f8 {
         return kvpi_to_f8x4(dtype, f);
     }
 };
-struct kvpn_e4m3 : kvpn_f8<KVPRIM_F8E4M3> {
-};
-struct kvpn_e5m2 : kvpn_f8<KVPRIM_F8E5M2> {
-};
+typedef kvpn_f8<KVPRIM_F8E4M3> kvpn_e4m3;
+typedef kvpn_f8<KVPRIM_F8E5M2> kvpn_e5m2;
 
 /* The kernel's parameters say which of these types it is, and what to do with it. */
 template <bool aligned> struct kvpn_any {
@@ -1088,13 +1086,6 @@ KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
 #endif
 }
 
-/* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world of
-   3 to 8. */
-template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
-{
-    return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.per_rank);
-}
-
 /* Reduces a word of each rank, in the order of the ranks. MIN is MAX between two changes of sign. For both, a rank
    beyond `world` stands for rank 0. */
 template <class T, int max_ranks>
@@ -1111,11 +1102,11 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, uint32_t op,
         for (int e = 0; e < T::per_word; e++)
             x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
     }
-    if (op == kvpn_averages) {
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < T::per_word; e++)
-            x[e] = kvpn_average<max_ranks>(p, x[e]);
-    }
+    /* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world
+       of 3 to 8. */
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < T::per_word && op == kvpn_averages; e++)
+        x[e] = max_ranks == 2 ? x[e] * 0.5f : (float)((double)x[e] * p.per_rank);
     return T::join(x) ^ flip;
 }
 
@@ -1307,7 +1298,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, u
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 1; k < end; k++)
         if (skip + k < p.world && kvpn_peer_rank(p, skip + k) * part_packs + at < p.packs)
-            kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
+            kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, 0, j), kvpn_replace_empty(v[k]));
 }
 
 /* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
@@ -1332,7 +1323,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
         const uint32_t to = kvpn_peer_rank(p, k), i = to * part_packs + at;
         if (i < p.packs)
             kvpn_store_slot(
-                p.peer[k] + kvpn_send_offset(p, me, j),
+                p.peer[k] + kvpn_send_offset(p, me, 0, j),
                 kvpn_replace_empty(kvpn_load_pack<uint4, false>((const char *)p.send + to * pitch, p.count, i)));
     }
 }
@@ -1367,7 +1358,7 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
     {
         const uint4 v = kvpn_load_pack<uint4, T::whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
-        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), kvpn_replace_empty(v));
+        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, 0, j), kvpn_replace_empty(v));
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
@@ -1458,7 +1449,7 @@ template <class T, int max_ranks> struct kvpn_gather_all : kvpn_pack_by_pack<kvp
     {
         const uint2 v = kvpn_load_pack<uint2, T::whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
-        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
+        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, 0, j), uint4{v.x, 0, v.y, 0});
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
@@ -1674,7 +1665,7 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
                 v = kvpn_load_pack<uint2, whole>(part.at, part.bytes, at);
             kvpn_take_turn(p, me, j);
             if (kvpn_has_slot(part, at, j))
-                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
+                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, 0, j), uint4{v.x, 0, v.y, 0});
         }
     }
 
@@ -1735,17 +1726,10 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
         return gathers ? me.role == 0 : me.role % 2 == 0;
     }
 
-    /* Where slot k of the thread's group number `round` lies that rank `from` fills. */
-    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from, uint32_t round,
-                                       uint32_t k)
+    /* Slot k of the thread's group number `round`, in area round & 1. */
+    KVPRIM_NCCL_DEVICE uint32_t slot_of(const kvpn_thread &me, uint32_t round, uint32_t k)
     {
-        return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
-    }
-
-    /* As kvpn_send_offset. */
-    KVPRIM_NCCL_DEVICE uint32_t send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round, uint32_t k)
-    {
-        return me.stop_reason ? 2 * p.turn_bytes : offset(p, me, p.rank, round, k);
+        return (round / 2 * slots + k) * me.threads + me.thread;
     }
 
     /* The packs of a part from `first` on that are this block's. */
@@ -1758,7 +1742,7 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
     KVPRIM_NCCL_DEVICE void store(const kvpn_parts_params &p, const kvpn_thread &me, uint32_t round, uint32_t k,
                                   uint4 v)
     {
-        const uint32_t at = send_offset(p, me, round, k);
+        const uint32_t at = kvpn_send_offset(p, me, round & 1, slot_of(me, round, k));
         if (gathers)
             kvpn_store_to_peers<kvpn_max_world>(p, at, v);
         else
@@ -1805,7 +1789,7 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
              j += group * me.threads, round++) {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
-            char *const at = p.peer[0] + offset(p, me, from, round, 0);
+            char *const at = p.peer[0] + kvpn_slot_offset(p, me, round & 1, from, slot_of(me, round, 0));
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 which |= (uint32_t)(j + i * me.threads < packs) << i;
@@ -2486,18 +2470,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     } while (t.next());
 }
 
-/* Which kernel a launch takes. The first line that fits counts.
-
-       s is in memory                                                         kvpn_norm_kernel
-       some threads have no pack, or a row has several tokens                 kvpn_few_kernel: all
-       blocks share a token: the usual outputs, up to 4 ranks; otherwise      shared; all
-       a token for each block, the usual outputs                              plain
-       otherwise: up to 4 ranks; more                                         rows; all */
-static const void *kvpn_pick_norm(kvprim_dtype dtype)
-{
-    return dtype == KVPRIM_BF16 ? (const void *)kvpn_norm_kernel<kvpn_bf16> : (const void *)kvpn_norm_kernel<kvpn_f16>;
-}
-
+/* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two forms. */
 template <class T, int max_ranks> static const void *kvpn_pick_few(kvpn_norm_form form)
 {
     return form == kvpn_norm_plain    ? (const void *)kvpn_few_kernel<T, max_ranks, kvpn_norm_plain>
@@ -2506,17 +2479,18 @@ template <class T, int max_ranks> static const void *kvpn_pick_few(kvpn_norm_for
                                       : (const void *)kvpn_few_kernel<T, max_ranks, kvpn_norm_all>;
 }
 
-template <class T> static const void *kvpn_pick_few(int world, kvpn_norm_form form)
+template <class T> static const void *kvpn_pick_norm(int world, kvpn_norm_form form)
 {
-    return world == 2                ? kvpn_pick_few<T, 2>(form)
+    return form == kvpn_norm_alone   ? (const void *)kvpn_norm_kernel<T>
+           : world == 2              ? kvpn_pick_few<T, 2>(form)
            : world <= 4              ? kvpn_pick_few<T, 4>(form)
            : form == kvpn_norm_plain ? (const void *)kvpn_few_kernel<T, 8, kvpn_norm_plain>
                                      : (const void *)kvpn_few_kernel<T, 8, kvpn_norm_all>;
 }
 
-static const void *kvpn_pick_few(kvprim_dtype dtype, int world, kvpn_norm_form form)
+static const void *kvpn_pick_norm(kvprim_dtype dtype, int world, kvpn_norm_form form)
 {
-    return dtype == KVPRIM_BF16 ? kvpn_pick_few<kvpn_bf16>(world, form) : kvpn_pick_few<kvpn_f16>(world, form);
+    return dtype == KVPRIM_BF16 ? kvpn_pick_norm<kvpn_bf16>(world, form) : kvpn_pick_norm<kvpn_f16>(world, form);
 }
 #endif
 #endif /* KVPRIM_NO_NORM */
@@ -3388,6 +3362,27 @@ static void kvpn_register_window(kvpn_init_task *task)
                        of more                                          kvpn_parts_kernel<kvpn_parts_groups<6, ...>>
        all_reduce_norm                                                  kvpn_norm_way_of: >>impl_norm_call
        all else                                                         NCCL */
+/* Name, bytes, NCCL's ncclDataType_t, which older versions of its header lack, and what own kernels call it: 0 if they
+   do not reduce it. */
+typedef struct kvpn_type {
+    const char *name;
+    size_t bytes;
+    int nccl;
+    uint32_t own;
+} kvpn_type;
+
+static kvpn_type kvpn_type_of(kvprim_dtype dtype)
+{
+    enum { bf16 = 9, e4m3 = 10, e5m2 = 11 };
+    const kvpn_type types[] = {{"U8", 1, ncclUint8, 0},           {"F16", 2, ncclFloat16, kvpn_is_f16},
+                               {"BF16", 2, bf16, kvpn_is_bf16},   {"F32", 4, ncclFloat32, kvpn_is_f32},
+                               {"F64", 8, ncclFloat64, 0},        {"INT8", 1, ncclInt8, 0},
+                               {"INT32", 4, ncclInt32, 0},        {"INT64", 8, ncclInt64, 0},
+                               {"F8E4M3", 1, e4m3, kvpn_is_e4m3}, {"F8E5M2", 1, e5m2, kvpn_is_e5m2}};
+    const kvpn_type none = {NULL, 0, -1, 0};
+    return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype - KVPRIM_U8] : none;
+}
+
 #ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
     kvpn_by_nccl,
@@ -3473,14 +3468,6 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     return l;
 }
 
-/* The same on every rank: nothing here may differ between ranks. */
-static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
-{
-    return comm->peer[0] && op != KVPRIM_PROD &&
-           (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32 || dtype == KVPRIM_F8E4M3 ||
-            dtype == KVPRIM_F8E5M2);
-}
-
 /* What each rank gives: between two ranks, more than this goes through a pipeline. Measured on 2 H200s with 32, 64 and
    128 blocks: at the limit a pipeline takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
 static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
@@ -3489,12 +3476,12 @@ static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
     return comm->world > 2 ? SIZE_MAX : comm->blocks <= 40 ? few : comm->blocks <= 64 ? half : many;
 }
 
-/* bytes: of the result. */
+/* bytes: of the result. The same on every rank: nothing here may differ between ranks. */
 static kvpn_way kvpn_choose_sum(const kvprim_comm *comm, bool scatters, size_t bytes, kvprim_dtype dtype, int op)
 {
     const kvpn_limits limits = kvpn_limits_of(comm);
     const size_t given = scatters ? bytes * (size_t)comm->world : bytes;
-    if (!kvpn_has_kernels(comm, dtype, op) ||
+    if (!comm->peer[0] || op == KVPRIM_PROD || !kvpn_type_of(dtype).own ||
         (given > (scatters ? limits.scatter : limits.two_shot) && !comm->deterministic))
         return kvpn_by_nccl;
     if (!scatters && bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
@@ -3551,26 +3538,24 @@ template <template <class, int> class Way> static const void *kvpn_pick(kvprim_d
 }
 
 #ifndef KVPRIM_NO_EXCHANGE
-template <class T> static const void *kvpn_pick_parts(kvpn_way way, int world)
+template <int group, bool whole> static const void *kvpn_pick_groups(bool gathers)
 {
-    enum { many = kvpn_group, most = kvpn_large_group };
-    switch (way) {
-    case kvpn_by_gather:
-        return world == 2   ? (const void *)kvpn_kernel<kvpn_gather_all, T, 2>
-               : world <= 4 ? (const void *)kvpn_kernel<kvpn_gather_all, T, 4>
-                            : (const void *)kvpn_kernel<kvpn_gather_all, T, 8>;
-    case kvpn_by_parts:
-        return world == 2 ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, T::whole>>
-                          : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, T::whole>>;
-    case kvpn_by_parts_many:
-        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<many, false, T::whole>>;
-    case kvpn_by_parts_most:
-        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<most, false, T::whole>>;
-    case kvpn_by_gather_many:
-        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<many, true, T::whole>>;
-    default:
-        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<most, true, T::whole>>;
-    }
+    return gathers ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<group, true, whole>>
+                   : (const void *)kvpn_parts_kernel<kvpn_parts_groups<group, false, whole>>;
+}
+
+template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world)
+{
+    const bool gathers = way >= kvpn_by_gather_many;
+    if (way == kvpn_by_gather)
+        return world == 2   ? (const void *)kvpn_kernel<kvpn_gather_all, kvpn_any<whole>, 2>
+               : world <= 4 ? (const void *)kvpn_kernel<kvpn_gather_all, kvpn_any<whole>, 4>
+                            : (const void *)kvpn_kernel<kvpn_gather_all, kvpn_any<whole>, 8>;
+    if (way == kvpn_by_parts)
+        return world == 2 ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, whole>>
+                          : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, whole>>;
+    return kvpn_group_of(way) == kvpn_group ? kvpn_pick_groups<kvpn_group, whole>(gathers)
+                                            : kvpn_pick_groups<kvpn_large_group, whole>(gathers);
 }
 #endif
 
@@ -3579,7 +3564,7 @@ static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, b
 {
 #ifndef KVPRIM_NO_EXCHANGE
     if (way >= kvpn_by_gather)
-        return whole ? kvpn_pick_parts<kvpn_any<true>>(way, world) : kvpn_pick_parts<kvpn_any<false>>(way, world);
+        return whole ? kvpn_pick_parts<true>(way, world) : kvpn_pick_parts<false>(way, world);
 #endif
     return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2, kvpn_pipeline>(dtype, whole)
            : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
@@ -3620,7 +3605,7 @@ static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
 static bool kvpn_can_cluster(const kvprim_comm *comm)
 {
     enum { largest = 1 << kvpn_few_max_share_bits };
-    const void *const kernel = kvpn_pick_few(KVPRIM_BF16, comm->world, kvpn_norm_all);
+    const void *const kernel = kvpn_pick_norm(KVPRIM_BF16, comm->world, kvpn_norm_all);
     int major;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, comm->device) != cudaSuccess ||
         comm->blocks <= (major < 12 ? 8u : 12u) * (largest - 1))
@@ -3639,18 +3624,6 @@ static bool kvpn_can_cluster(const kvprim_comm *comm)
     }
     return true;
 }
-
-static bool kvpn_load_norms(kvpn_init_task *task)
-{
-    bool loaded = true;
-    for (int k = 0; k < 2; k++) {
-        const kvprim_dtype dtype = k ? KVPRIM_BF16 : KVPRIM_F16;
-        loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm(dtype));
-        for (int form = kvpn_norm_plain; form < kvpn_norm_alone; form++)
-            loaded = loaded && kvpn_load_kernel(task, kvpn_pick_few(dtype, task->comm.world, (kvpn_norm_form)form));
-    }
-    return loaded;
-}
 #endif
 
 /* CUDA loads a kernel at its first launch. That may wait for a running kernel, which may wait for another rank, so all
@@ -3665,8 +3638,11 @@ static void kvpn_load_kernels(kvpn_init_task *task)
         for (int k = 0; k < 8; k++)
             loaded = loaded && kvpn_load_kernel(task, kvpn_kernel_of((kvpn_way)way, types[k / 2], world, k % 2 == 1));
 #ifndef KVPRIM_NO_NORM
+    for (int k = 0; k < 2; k++)
+        for (int form = kvpn_norm_plain; form <= kvpn_norm_alone; form++)
+            loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm(types[k], world, (kvpn_norm_form)form));
     /* kernels_wait: compiled for 9.0 or newer, without which a cluster has no instructions */
-    task->mine.clusters = loaded && kvpn_load_norms(task) && task->kernels_wait && kvpn_can_cluster(&task->comm);
+    task->mine.clusters = loaded && task->kernels_wait && kvpn_can_cluster(&task->comm);
 #endif
     (void)cudaGetLastError();
 }
@@ -3678,8 +3654,8 @@ static kvprim_status kvpn_prepare_norm(kvpn_init_task *task)
 #if defined(KVPRIM_NCCL_KERNELS) && !defined(KVPRIM_NO_NORM)
     const char *const f = "kvprim_comm_init";
     cudaFuncAttributes attributes;
-    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_F16));
-    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_BF16));
+    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_F16, 1, kvpn_norm_alone));
+    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_BF16, 1, kvpn_norm_alone));
     (void)cudaGetLastError(); /* its launch reports it */
     if (task->comm.world > 1)
         KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&task->comm.sums, kvpn_sums_bytes));
@@ -4180,24 +4156,6 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm)
 
 /* >>impl_call -- a collective's arguments */
 
-/* Name, bytes, and NCCL's ncclDataType_t, which older versions of its header lack. */
-typedef struct kvpn_type {
-    const char *name;
-    size_t bytes;
-    int nccl;
-} kvpn_type;
-
-static kvpn_type kvpn_type_of(kvprim_dtype dtype)
-{
-    enum { bf16 = 9, e4m3 = 10, e5m2 = 11 };
-    const kvpn_type types[] = {{"U8", 1, ncclUint8},    {"F16", 2, ncclFloat16}, {"BF16", 2, bf16},
-                               {"F32", 4, ncclFloat32}, {"F64", 8, ncclFloat64}, {"INT8", 1, ncclInt8},
-                               {"INT32", 4, ncclInt32}, {"INT64", 8, ncclInt64}, {"F8E4M3", 1, e4m3},
-                               {"F8E5M2", 1, e5m2}};
-    const kvpn_type none = {NULL, 0, -1};
-    return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype - KVPRIM_U8] : none;
-}
-
 static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
 
 /* In this order: reductions, those of parts (the gather first), then those with a root or a peer. */
@@ -4401,15 +4359,12 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 #ifdef KVPRIM_NCCL_KERNELS
 /* >>impl_launch -- collectives by own kernels: which way, which grid */
 
-static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 2 * kvpn_max_blocks) * 8 >=
-                  32 * (int)kvpn_pipeline_packs,
-              "a block has slots for a step of a warp");
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
               "the page has room for turns, the stop reason and nonces");
-static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8 >=
-                  32 * ((int)kvpn_large_group + 1),
-              "a block has slots for a warp");
+enum { kvpn_min_block_slots = (kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 8 * kvpn_max_blocks) * 8 };
+static_assert((int)kvpn_min_block_slots >= 32 * ((int)kvpn_large_group + 1), "a block has slots for a warp");
+static_assert(4 * (int)kvpn_min_block_slots >= 32 * (int)kvpn_pipeline_packs, "of two ranks, for a step of a warp");
 
 static kvpn_extent kvpn_extent_of(const kvpn_call *c)
 {
@@ -4507,12 +4462,7 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
 static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
 {
     static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
-    const uint32_t type = c->dtype == KVPRIM_F32      ? kvpn_is_f32
-                          : c->dtype == KVPRIM_BF16   ? kvpn_is_bf16
-                          : c->dtype == KVPRIM_F16    ? kvpn_is_f16
-                          : c->dtype == KVPRIM_F8E4M3 ? kvpn_is_e4m3
-                                                      : kvpn_is_e5m2;
-    p->what = ops[c->op_or_peer] | type | (way == kvpn_by_two_shot ? kvpn_shares : 0);
+    p->what = ops[c->op_or_peer] | kvpn_type_of(c->dtype).own | (way == kvpn_by_two_shot ? kvpn_shares : 0);
     p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
     p->per_rank = 1.0 / c->comm->world;
 }
@@ -4698,7 +4648,7 @@ static kvprim_status kvpn_launch_few(const kvpn_call *c, const kvprim_norm_desc 
     uint32_t blocks, threads;
     kvpn_norm_params p = kvpn_make_few_params(c->comm, d, &blocks, &threads);
     kvpn_set_ranks(c->comm, &p);
-    return kvpn_launch_kernel(c, kvpn_pick_few(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
+    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
                               1u << p.share_bits, dim3(threads, p.rows), &p);
 }
 
@@ -4708,7 +4658,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
     const uint32_t row_packs = (uint32_t)(d->hidden / 8), most = kvpn_norm_is<kvpn_norm_alone>::packs;
     kvpn_norm_params p = kvpn_make_norm_params(d);
     p.trigger = (uint32_t)c->comm->trigger;
-    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype), p.tokens, 1,
+    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype, c->comm->world, kvpn_norm_alone), p.tokens, 1,
                               dim3(kvpn_few_threads((row_packs + most - 1) / most, 0)), &p);
 }
 #endif
