@@ -1825,7 +1825,7 @@ KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(const kvpn_params &p)
 KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &me)
 {
     __syncthreads();
-    if (me.thread == 0 && me.role == 0)
+    if (threadIdx.x == 0 && me.role == 0)
         p.turn[me.block] = me.turn ^ 1;
 }
 
@@ -2217,8 +2217,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
            and the compiler would load the pack only after it. */
         const uint32_t at = offset(p.rank, token);
         r[0] = load(p.send, token, p.send_stride, 0);
-        me.turn = kvpn_load_turn(p.turn + me.block);
-        me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
+        kvpn_take_turn(p, me, me.thread);
         send(at + me.turn * p.turn_bytes, r[0]);
         prepare();
         return true;
@@ -2427,8 +2426,8 @@ static __global__ __launch_bounds__(kvpn_max_threads,
     t.finish(meeting);
 }
 
-/* See >>impl_norm_few. In a cluster, each block has its own turn, which ends as kvpn_end_turn says. The barrier costs
-   nothing: the row waits for the other ranks anyway. A warp that has polled in vain waits and sums in code of its own,
+/* See >>impl_norm_few. In a cluster, each block has its own turn. Its barrier costs nothing: the row waits for the other
+   ranks anyway. A warp that has polled in vain waits and sums in code of its own,
    so that the others' sum has no branches. What follows has barriers, so it must be the same code for all warps of a
    block. */
 template <class T, int max_ranks, kvpn_norm_form form>
@@ -2446,9 +2445,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     }
     const bool has = t.begin();
     t.clear(meetings_of[t.me.role]);
-    __syncthreads();
-    if (threadIdx.x == 0 && t.me.role == 0)
-        p.turn[t.me.block] = t.me.turn ^ 1;
+    kvpn_end_turn(p, t.me);
     if (t.in_cluster())
         kvpn_cluster_wait();
     if (!has)
@@ -4245,19 +4242,23 @@ static size_t kvpn_part_begin(const kvpn_call *c, int r, bool sends)
     return begin;
 }
 
-/* Sets the count to the largest of counts. Their sum must be a number of bytes, so that no later sum overflows. */
+/* Sets the count to the largest of counts. Their sum must be a number of bytes, so that no later sum overflows. An
+   all_gatherv of equal parts becomes an all_gather. */
 static kvprim_status kvpn_check_counts(kvpn_call *c)
 {
     const size_t world = (size_t)c->comm->world, many = c->kind == kvpn_all_to_allv ? world * world : world;
     const size_t most = SIZE_MAX / sizeof(double);
-    size_t sum = 0;
+    size_t sum = 0, least = SIZE_MAX;
     KVPRIM_REFUSE(!c->counts, NULL, "%s: counts is NULL", c->function);
     for (size_t k = 0; k < many; k++) {
         KVPRIM_REFUSE(c->counts[k] > most - sum, SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
                       c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
         sum += c->counts[k];
         c->count = c->counts[k] > c->count ? c->counts[k] : c->count;
+        least = c->counts[k] < least ? c->counts[k] : least;
     }
+    if (c->kind == kvpn_all_gatherv && least == c->count)
+        c->kind = kvpn_all_gather, c->counts = NULL;
     return KVPRIM_OK;
 }
 
@@ -4467,24 +4468,25 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
     p->per_rank = 1.0 / c->comm->world;
 }
 
-/* Reduces in one launch, or in several if the tensor is larger than the slots. */
-static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
+/* Reduces in one launch, or in several if the tensor is larger than the slots. Or gathers few bytes, by kvpn_by_gather. */
+static kvprim_status kvpn_launch_packs(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
     const size_t all = c->count * c->element, most = kvpn_capacity_bytes(comm, way);
+    const size_t pack = way == kvpn_by_gather ? 8 : 16;
     const kvprim_dtype type = c->op_or_peer == KVPRIM_SUM ? c->dtype : KVPRIM_U8; /* see kvpn_pick */
     kvpn_params p = {};
     kvpn_set_ranks(comm, &p);
     kvpn_set_what(&p, c, way);
-    p.pitch = c->kind == kvpn_reduce_scatter ? all : 0;
+    p.pitch = c->kind == kvpn_reduce_scatter || way == kvpn_by_gather ? all : 0;
     for (size_t at = 0; at < all; at += most) {
         uint32_t blocks, threads;
         p.send = (const char *)c->send + at, p.recv = (char *)c->recv + at;
         p.count = all - at < most ? all - at : most;
-        p.packs = (uint32_t)((p.count + 15) / 16);
+        p.packs = (uint32_t)((p.count + pack - 1) / pack);
         p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
-        const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | p.pitch | p.count) % 16 == 0;
+        const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | p.pitch | p.count) % pack == 0;
         KVPRIM_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, type, comm->world, whole), blocks, 1, dim3(threads), &p));
     }
     return KVPRIM_OK;
@@ -4521,21 +4523,6 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
     return all % pack == 0;
 }
 
-/* The few bytes of kvpn_by_gather. */
-static kvprim_status kvpn_launch_gather(const kvpn_call *c, size_t bytes)
-{
-    kvpn_params p = {};
-    uint32_t blocks, threads;
-    kvpn_set_ranks(c->comm, &p);
-    p.send = c->send, p.recv = c->recv;
-    p.count = p.pitch = bytes;
-    p.packs = p.slice_packs = (uint32_t)((bytes + 7) / 8);
-    kvpn_set_grid(c->comm, &p, kvpn_by_gather, &blocks, &threads);
-    const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | bytes) % 8 == 0;
-    return kvpn_launch_kernel(c, kvpn_kernel_of(kvpn_by_gather, KVPRIM_U8, c->comm->world, whole), blocks, 1,
-                              dim3(threads), &p);
-}
-
 enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
 
 /* In as many chunks as the largest part takes, also where this rank's parts are smaller. What stays on the rank is
@@ -4551,8 +4538,6 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
                  own_step = (e.own + 128 * chunks - 1) / (128 * chunks) * 128,
                  own = own_step < e.own ? own_step : e.own;
     kvpn_parts_params p = {};
-    if (way == kvpn_by_gather)
-        return kvpn_launch_gather(c, e.largest);
     kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
         const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, unit, &p);
@@ -4861,16 +4846,6 @@ KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
 
 /* >>impl_collective -- the public collectives */
 
-/* An all_gatherv of equal parts is an all_gather of bytes. */
-static void kvpn_simplify_counts(kvpn_call *c)
-{
-    bool equal = c->kind == kvpn_all_gatherv;
-    for (int r = 0; r < c->comm->world && equal; r++)
-        equal = c->counts[r] == c->count;
-    if (equal)
-        c->kind = kvpn_all_gather, c->type = ncclUint8, c->count *= c->element, c->element = 1;
-}
-
 static kvprim_status kvpn_run_call(kvpn_call *c)
 {
     if (c->kind == kvpn_all_gatherv || c->kind == kvpn_all_to_allv)
@@ -4878,15 +4853,14 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
     if (c->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpn_check_call(c));
-    kvpn_simplify_counts(c);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
 #ifndef KVPRIM_NO_EXCHANGE
-    if (way >= kvpn_by_gather)
+    if (way > kvpn_by_gather)
         return kvpn_launch_parts(c, way);
 #endif
     if (way != kvpn_by_nccl)
-        return kvpn_launch_reduction(c, way);
+        return kvpn_launch_packs(c, way);
 #endif
     return kvpn_run_nccl(c);
 }
@@ -5235,7 +5209,7 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
     }
     if (c->comm->peer[0]) { /* whatever all_reduce_limit is */
         const kvpn_way way = kvpn_choose_sum(c->comm, false, bytes, d->dtype, KVPRIM_SUM);
-        KVPRIM_TRY(kvpn_launch_reduction(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
+        KVPRIM_TRY(kvpn_launch_packs(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
     } else {
         KVPRIM_TRY(kvpn_run_nccl(&sum));
     }
@@ -5397,16 +5371,6 @@ static float kvpn_host_rsqrt(float x)
     return kvpi_float_of(low);
 }
 
-/* Adds pack number `pack` to the tree of those before it: parts[k] is the sum of 2^k packs, where bit k of the number
-   is set. */
-static void kvpn_host_add_to_tree(float *parts, int64_t pack, float sum)
-{
-    int k = 0;
-    for (; pack >> k & 1; k++)
-        sum = kvpi_rounded(parts[k] + sum);
-    parts[k] = sum;
-}
-
 static float kvpn_host_factor(const kvpn_host_token *t)
 {
     const int64_t packs = t->d->hidden / 8;
@@ -5417,7 +5381,10 @@ static float kvpn_host_factor(const kvpn_host_token *t)
             const double r = (double)kvpn_host_residual(t, i, &s);
             sum = kvpi_rounded((float)((double)sum + r * r)); /* fmaf: fp64 holds the square of 8 or 11 bits */
         }
-        kvpn_host_add_to_tree(parts, pack, sum);
+        int k = 0;
+        for (; pack >> k & 1; k++) /* a tree: parts[k] is the sum of 2^k packs, where bit k of `pack` is set */
+            sum = kvpi_rounded(parts[k] + sum);
+        parts[k] = sum;
     }
     sum = 0;
     for (int k = 0; k < 12; k++)
