@@ -602,8 +602,7 @@ enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 #define KVPRIM_NCCL_UNROLL
 #define KVPRIM_NCCL_UNROLL_BY(n)
 #endif
-#define KVPRIM_NCCL_INLINE __device__ __forceinline__
-#define KVPRIM_NCCL_DEVICE static KVPRIM_NCCL_INLINE
+#define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
 
 enum {
     /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
@@ -731,11 +730,11 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_slot_offset(const kvpn_params &p, const kvpn_th
     return offset + me.turn * p.turn_bytes; /* known last */
 }
 
-/* Where this rank sends its pack j. After it stopped, that is past the last set, where no rank reads: a
+/* Where this rank sends its pack j, in area 0. After it stopped, that is past the last set, where no rank reads: a
    branch would make the compiler load the turn before the pack. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t area, uint32_t j)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t j)
 {
-    return me.stop_reason ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, area, p.rank, j);
+    return me.stop_reason ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, j);
 }
 
 /* >>impl_wait -- where a kernel's wait ends: polls, the deadline, stop reasons */
@@ -1054,18 +1053,22 @@ template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_add_packs(uint4 a, uint4 b)
    words of fp32 may be empty. */
 template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
-    float sum[4 * T::per_word], f[4 * T::per_word];
+    float sum[4 * T::per_word];
     uint4 all;
     if (max_ranks == 2) {
         all = kvpn_add_packs<T>(v[0], v[1]);
     } else {
-        kvpn_split_pack<T>(v[0], sum);
         KVPRIM_NCCL_UNROLL
-        for (int r = 1; r < max_ranks; r++) {
-            kvpn_split_pack<T>(v[r], f);
+        for (int r = 0; r < max_ranks; r++) {
+            const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
             KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < 4 * T::per_word; e++)
-                sum[e] += f[e];
+            for (int k = 0; k < 4; k++) {
+                float f[T::per_word];
+                T::split(w[k], f);
+                KVPRIM_NCCL_UNROLL
+                for (int e = 0; e < T::per_word; e++)
+                    sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
+            }
         }
         all = kvpn_join_pack<T>(sum);
     }
@@ -1298,7 +1301,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, u
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 1; k < end; k++)
         if (skip + k < p.world && kvpn_peer_rank(p, skip + k) * part_packs + at < p.packs)
-            kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, 0, j), kvpn_replace_empty(v[k]));
+            kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
 }
 
 /* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
@@ -1323,7 +1326,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
         const uint32_t to = kvpn_peer_rank(p, k), i = to * part_packs + at;
         if (i < p.packs)
             kvpn_store_slot(
-                p.peer[k] + kvpn_send_offset(p, me, 0, j),
+                p.peer[k] + kvpn_send_offset(p, me, j),
                 kvpn_replace_empty(kvpn_load_pack<uint4, false>((const char *)p.send + to * pitch, p.count, i)));
     }
 }
@@ -1358,7 +1361,7 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
     {
         const uint4 v = kvpn_load_pack<uint4, T::whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
-        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, 0, j), kvpn_replace_empty(v));
+        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), kvpn_replace_empty(v));
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
@@ -1449,7 +1452,7 @@ template <class T, int max_ranks> struct kvpn_gather_all : kvpn_pack_by_pack<kvp
     {
         const uint2 v = kvpn_load_pack<uint2, T::whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
-        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, 0, j), uint4{v.x, 0, v.y, 0});
+        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
     }
 
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
@@ -1665,7 +1668,7 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
                 v = kvpn_load_pack<uint2, whole>(part.at, part.bytes, at);
             kvpn_take_turn(p, me, j);
             if (kvpn_has_slot(part, at, j))
-                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, 0, j), uint4{v.x, 0, v.y, 0});
+                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
         }
     }
 
@@ -1726,10 +1729,17 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
         return gathers ? me.role == 0 : me.role % 2 == 0;
     }
 
-    /* Slot k of the thread's group number `round`, in area round & 1. */
-    KVPRIM_NCCL_DEVICE uint32_t slot_of(const kvpn_thread &me, uint32_t round, uint32_t k)
+    /* Where slot k of the thread's group number `round` lies that rank `from` fills. */
+    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from, uint32_t round,
+                                       uint32_t k)
     {
-        return (round / 2 * slots + k) * me.threads + me.thread;
+        return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
+    }
+
+    /* As kvpn_send_offset. */
+    KVPRIM_NCCL_DEVICE uint32_t send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round, uint32_t k)
+    {
+        return me.stop_reason ? 2 * p.turn_bytes : offset(p, me, p.rank, round, k);
     }
 
     /* The packs of a part from `first` on that are this block's. */
@@ -1742,7 +1752,7 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
     KVPRIM_NCCL_DEVICE void store(const kvpn_parts_params &p, const kvpn_thread &me, uint32_t round, uint32_t k,
                                   uint4 v)
     {
-        const uint32_t at = kvpn_send_offset(p, me, round & 1, slot_of(me, round, k));
+        const uint32_t at = send_offset(p, me, round, k);
         if (gathers)
             kvpn_store_to_peers<kvpn_max_world>(p, at, v);
         else
@@ -1789,7 +1799,7 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
              j += group * me.threads, round++) {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
-            char *const at = p.peer[0] + kvpn_slot_offset(p, me, round & 1, from, slot_of(me, round, 0));
+            char *const at = p.peer[0] + offset(p, me, from, round, 0);
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 which |= (uint32_t)(j + i * me.threads < packs) << i;
@@ -1867,8 +1877,8 @@ static __global__ __launch_bounds__(kvpn_max_threads,
 #ifndef KVPRIM_NO_NORM
 /* >>impl_norm ------------------------------------------------------------------------------------------------------
 
-   What follows a sum: see >>norm. Two kernels share kvpn_norm. kvpn_few_kernel also sums, in one shot, for the few
-   tokens of decoding (>>impl_norm_few). kvpn_norm_kernel finds s in memory, after a sum of >>impl_ways or of NCCL.
+   What follows a sum: see >>norm. Two kernels share these functions. kvpn_few_kernel also sums, in one shot, for the
+   few tokens of decoding (>>impl_norm_few). kvpn_norm_kernel finds s in memory, after a sum of >>impl_ways or of NCCL.
    kvpn_norm_way_of says which one a call takes.
 
    A token has a row of threads. Thread t of a row has the token's packs t, t + threads, ... when it sends, sums,
@@ -1923,7 +1933,199 @@ template <kvpn_norm_form form> struct kvpn_norm_is {
         two_groups = in_clusters || packs == 2, /* a lane adds two groups of 32 packs: 64 are 16,384 elements */
         groups = two_groups ? 2 * (int)kvpn_norm_lanes : (int)kvpn_norm_lanes
     };
+
+    KVPRIM_NCCL_DEVICE bool quantised(const kvpn_norm_params &p)
+    {
+        return !usual && p.quantised;
+    }
 };
+
+/* A thread's part of one token. r is the addend, s, r and y, one after another. */
+template <kvpn_norm_form form> struct kvpn_norm_token {
+    enum { packs = kvpn_norm_is<form>::packs };
+    uint32_t token;
+    uint4 r[packs], residual[packs], weight[packs];
+    float squares[packs]; /* of each pack, added */
+    float scale;
+};
+
+/* The number of the thread's pack k. me.thread counts on from block to block of a cluster. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_pack(const kvpn_thread &me, uint32_t k)
+{
+    return k * me.threads + me.thread;
+}
+
+/* Whether the thread has a pack k. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE bool kvpn_norm_has(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t k)
+{
+    return !kvpn_norm_is<form>::partial || kvpn_norm_pack(me, k) < p.row_packs;
+}
+
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE uint4 kvpn_norm_load(const kvpn_norm_params &p, const kvpn_thread &me, const void *from,
+                                        uint32_t token, int64_t stride, uint32_t k)
+{
+    const char *const row = (const char *)from + (int64_t)token * stride;
+    return kvpn_norm_has<form>(p, me, k) ? ((const uint4 *)row)[kvpn_norm_pack(me, k)] : uint4{0, 0, 0, 0};
+}
+
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_store(const kvpn_norm_params &p, const kvpn_thread &me, void *to, uint32_t token,
+                                        int64_t stride, uint32_t k, uint4 v)
+{
+    if (kvpn_norm_has<form>(p, me, k))
+        ((uint4 *)((char *)to + (int64_t)token * stride))[kvpn_norm_pack(me, k)] = v;
+}
+
+/* What a token needs besides s. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_prepare(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++) {
+        t.weight[k] = kvpn_norm_load<form>(p, me, p.weight, 0, 0, k);
+        t.residual[k] = kvpn_norm_is<form>::usual || p.residual
+                            ? kvpn_norm_load<form>(p, me, p.residual, t.token, p.residual_stride, k)
+                            : uint4{0, 0, 0, 0};
+    }
+    t.scale = kvpn_norm_is<form>::quantised(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
+}
+
+/* r from s, and the squares. */
+template <class T, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t)
+{
+    enum { usual = kvpn_norm_is<form>::usual };
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++) {
+        float f[8];
+        if (!usual && p.sum)
+            kvpn_norm_store<form>(p, me, p.sum, t.token, p.sum_stride, k, t.r[k]);
+        if (usual || p.residual)
+            t.r[k] = kvpn_add_packs<T>(t.r[k], t.residual[k]);
+        if (usual || p.residual_out)
+            kvpn_norm_store<form>(p, me, p.residual_out, t.token, p.residual_out_stride, k, t.r[k]);
+        kvpn_split_pack<T>(t.r[k], f);
+        t.squares[k] = 0;
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
+    }
+}
+
+/* y from r. total: of all squares. */
+template <class T, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
+                                           kvpn_norm_token<form> &t)
+{
+    const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++) {
+        float f[8], w[8];
+        kvpn_split_pack<T>(t.r[k], f);
+        kvpn_split_pack<T>(t.weight[k], w);
+        if (!kvpn_norm_is<form>::usual && p.weight_plus_one) {
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                w[e] = __fadd_rn(w[e], 1.0f);
+        }
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
+        t.r[k] = kvpn_join_pack<T>(f);
+        if (kvpn_norm_is<form>::usual || p.out)
+            kvpn_norm_store<form>(p, me, p.out, t.token, p.out_stride, k, t.r[k]);
+    }
+}
+
+/* The bits of the largest |y| of a pack and of `most`. */
+template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(uint32_t most, uint4 y)
+{
+    float f[8];
+    kvpn_split_pack<T>(y, f);
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 8; e++)
+        most = kvpi_tile_most(most, f[e]);
+    return most;
+}
+
+/* ... of all packs of the thread. */
+template <class T, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(const kvpn_norm_params &p, const kvpn_thread &me,
+                                           const kvpn_norm_token<form> &t)
+{
+    uint32_t most = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++)
+        if (kvpn_norm_has<form>(p, me, k))
+            most = kvpn_norm_most<T>(most, t.r[k]);
+    return most;
+}
+
+/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
+   kvpc_over in kvprim_cuda.cuh, which has the proof. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
+{
+    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
+    const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
+    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
+    if (usual) {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
+    } else {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fdiv_rn(f[e], scale);
+    }
+}
+
+/* Of the thread's pack k, if its token or group has one. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_write_scale(const kvpn_norm_params &p, uint32_t token, uint32_t pack, float scale)
+{
+    const uint32_t group = pack / kvpn_norm_group_packs;
+    char *const row = (char *)p.scale + token * p.scale_stride;
+    if (p.scales == kvpn_of_tensor || pack % kvpn_norm_group_packs || (p.scales == kvpn_of_token && pack))
+        return;
+    if (p.scales == kvpn_of_groups_exponents)
+        row[group / 4 * p.scale_group_stride + group % 4] = (char)(kvpi_bits_of(scale) >> 23);
+    else
+        *(float *)(row + group * p.scale_group_stride) = scale;
+}
+
+/* q from y. most: of each pack's token or group, if that has a scale of its own. */
+template <class T, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, const uint32_t *most,
+                                           const kvpn_norm_token<form> &t)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k);
+        float f[8], scale = t.scale;
+        if (!kvpn_norm_has<form>(p, me, k))
+            continue;
+        if (p.scales != kvpn_of_tensor)
+            scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most[k]), 448.0f), p.scale_min,
+                                    p.scales >= kvpn_of_groups_powers);
+        kvpn_split_pack<T>(t.r[k], f);
+        kvpn_norm_divide(f, scale);
+        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack] =
+            uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
+        kvpn_norm_write_scale(p, t.token, pack, scale);
+    }
+}
+
+/* s from memory, and what else a token needs. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_begin(const kvpn_norm_params &p, const kvpn_thread &me,
+                                        kvpn_norm_token<kvpn_norm_alone> &t)
+{
+    t.token = me.block;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++)
+        t.r[k] = kvpn_norm_load<kvpn_norm_alone>(p, me, p.send, t.token, p.send_stride, k);
+    kvpn_norm_prepare(p, me, t);
+}
 
 /* >>impl_norm_few --------------------------------------------------------------------------------------------------
 
@@ -1958,25 +2160,182 @@ static inline kvpn_norm_form kvpn_few_form_of(const kvpn_norm_params *p)
                                                : kvpn_norm_rows;
 }
 
-/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
-   kvpc_over in kvprim_cuda.cuh, which has the proof. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
+/* The first token of the block, or of its cluster. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_few_first(const kvpn_norm_params &p, const kvpn_thread &me)
 {
-    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
-    const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
-    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
-    if (usual) {
+    const uint32_t number = kvpn_norm_is<form>::in_clusters ? me.block >> p.share_bits : me.block;
+    return kvpn_norm_is<form>::usual ? number : number * p.block_packs;
+}
+
+/* The end of its tokens. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_few_end(const kvpn_norm_params &p, const kvpn_thread &me)
+{
+    const uint32_t end = kvpn_few_first<kvpn_norm_all>(p, me) + p.block_packs;
+    return end < p.tokens ? end : p.tokens;
+}
+
+/* The thread's slot for a token, of area 0, in the block's. me.thread counts from the first block of a cluster, slots
+   from this block's: hence minus part, which may wrap around on the way. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_few_slot(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t token)
+{
+    const uint32_t part = kvpn_norm_is<form>::in_clusters ? me.block & ((1u << p.share_bits) - 1) : 0,
+                   row = kvpn_norm_is<form>::usual     ? 0
+                         : kvpn_norm_is<form>::in_turn ? token - kvpn_few_first<form>(p, me)
+                                                       : me.role;
+    return me.thread + (row - part) * me.threads;
+}
+
+template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_few_store(const kvpn_norm_params &p, uint32_t offset, uint4 v)
+{
+    kvpn_store_slot(p.peer[1] + offset, kvpn_replace_empty(v));
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 2; k < max_ranks; k++)
+        if (k < p.world)
+            kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
+}
+
+/* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no token. */
+template <int max_ranks, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<form> &t)
+{
+    enum { usual = kvpn_norm_is<form>::usual, in_turn = kvpn_norm_is<form>::in_turn };
+    t.token = kvpn_few_first<form>(p, me) + (usual ? 0 : me.role);
+    if (!usual && t.token >= (in_turn ? kvpn_few_end(p, me) : p.tokens))
+        return false;
+    /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch, and
+       the compiler would load the pack only after it. A thread without a pack sends where kvpn_send_offset lets those
+       send that have stopped. */
+    const uint32_t slot =
+        kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, t.token)); /* if the turn is 0 */
+    t.r[0] = kvpn_norm_load<form>(p, me, p.send, t.token, p.send_stride, 0);
+    kvpn_take_turn(p, me, me.thread);
+    const bool stays = me.stop_reason || !kvpn_norm_has<form>(p, me, 0);
+    kvpn_few_store<max_ranks>(p, stays ? 2 * p.turn_bytes : slot + me.turn * p.turn_bytes, t.r[0]);
+    kvpn_norm_prepare(p, me, t);
+    return true;
+}
+
+/* What a thread loads of its next token before it waits for one. Four ranks leave no registers for it: there it is
+   loaded later. */
+template <int max_ranks> struct kvpn_few_later {
+    enum { early = max_ranks != 4 };
+    uint4 own, residual;
+};
+
+/* Whether the row has a next token. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE bool kvpn_few_goes_on(const kvpn_norm_params &p, const kvpn_thread &me,
+                                         const kvpn_norm_token<form> &t)
+{
+    return kvpn_norm_is<form>::in_turn && t.token + p.rows < kvpn_few_end(p, me);
+}
+
+template <int max_ranks, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_few_look_ahead(const kvpn_norm_params &p, const kvpn_thread &me,
+                                            const kvpn_norm_token<form> &t, kvpn_few_later<max_ranks> &later)
+{
+    if (!later.early || !kvpn_few_goes_on<form>(p, me, t))
+        return;
+    later.own = kvpn_norm_load<form>(p, me, p.send, t.token + p.rows, p.send_stride, 0);
+    if (p.residual)
+        later.residual = kvpn_norm_load<form>(p, me, p.residual, t.token + p.rows, p.residual_stride, 0);
+}
+
+/* Sends this rank's addend of the next token. */
+template <int max_ranks, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_few_send_next(const kvpn_norm_params &p, const kvpn_thread &me,
+                                           const kvpn_norm_token<form> &t, const kvpn_few_later<max_ranks> &later)
+{
+    const uint32_t next = t.token + p.rows;
+    if (!kvpn_few_goes_on<form>(p, me, t))
+        return;
+    const bool stays = me.stop_reason || !kvpn_norm_has<form>(p, me, 0);
+    kvpn_few_store<max_ranks>(
+        p, stays ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, next)),
+        later.early ? later.own : kvpn_norm_load<form>(p, me, p.send, next, p.send_stride, 0));
+}
+
+/* Goes on to the next token. Returns false if there is none. */
+template <int max_ranks, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE bool kvpn_few_next(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t,
+                                      const kvpn_few_later<max_ranks> &later)
+{
+    if (!kvpn_few_goes_on<form>(p, me, t))
+        return false;
+    t.token += p.rows;
+    t.r[0] = later.early ? later.own : kvpn_norm_load<form>(p, me, p.send, t.token, p.send_stride, 0);
+    if (p.residual)
+        t.residual[0] =
+            later.early ? later.residual : kvpn_norm_load<form>(p, me, p.residual, t.token, p.residual_stride, 0);
+    return true;
+}
+
+/* What a thread waits for. Of two ranks only one is awaited. */
+template <int max_ranks> struct kvpn_few_awaited {
+    enum { slots = max_ranks == 2 ? 1 : max_ranks };
+    char *first;
+    uint32_t which;
+    uint4 v[max_ranks]; /* v[max_ranks - 1] of two ranks: the own one */
+};
+
+/* Returns false if not all addends are here soon. */
+template <class T, int max_ranks, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE bool kvpn_few_poll(const kvpn_norm_params &p, const kvpn_thread &me, const kvpn_norm_token<form> &t,
+                                      kvpn_few_awaited<max_ranks> &a)
+{
+    const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0;
+    a.first = p.peer[0] + kvpn_slot_offset(p, me, 0, from, kvpn_few_slot<form>(p, me, t.token));
+    a.which = !kvpn_norm_has<form>(p, me, 0) ? 0 : max_ranks == 2 ? 1 : kvpn_other_ranks(p);
+    if (max_ranks > 2)
+        kvpn_init_sum<T, max_ranks>(p, t.r[0], a.v);
+    else
+        a.v[0] = uint4{0, 0, 0, 0}, a.v[1] = t.r[0]; /* the first: for a thread without a pack */
+    KVPRIM_NCCL_UNROLL_BY(1)
+    for (uint32_t polls = 0; polls < kvpn_polls_per_page_check && me.stop_reason == 0; polls++) {
+        uint32_t largest = 0;
         KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
-    } else {
+        for (uint32_t r = 0; r < a.slots; r++)
+            if (a.which >> r & 1)
+                a.v[r] = kvpn_load_slot(a.first + (size_t)r * p.sender_bytes);
         KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            f[e] = __fdiv_rn(f[e], scale);
+        for (uint32_t r = 0; r < a.slots; r++)
+            largest = kvpn_max_u32(largest, kvpn_largest_word<false>(a.v[r]));
+        if (largest != kvpn_empty_word)
+            return true;
     }
+    return false;
+}
+
+/* For those that have polled in vain. Returns false if this rank stopped. */
+template <int max_ranks>
+KVPRIM_NCCL_DEVICE bool kvpn_few_wait(const kvpn_norm_params &p, kvpn_thread &me, kvpn_few_awaited<max_ranks> &a)
+{
+    enum { slots = kvpn_few_awaited<max_ranks>::slots };
+    uint4(&awaited)[slots] = *(uint4(*)[slots])a.v;
+    return me.stop_reason == 0 &&
+           kvpn_wait_for_slots<slots, false>(p, me, a.first, p.sender_bytes, a.which,
+                                             max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, awaited);
+}
+
+/* Empties the slots. Returns the sum. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE uint4 kvpn_few_sum(const kvpn_norm_params &p, const kvpn_few_awaited<max_ranks> &a)
+{
+    kvpn_clear_slots<kvpn_few_awaited<max_ranks>::slots>(a.first, p.sender_bytes, a.which);
+    return kvpn_sum_packs<T, max_ranks>(a.v);
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
+/* >>impl_norm_kernel -- the norm's kernels, and which form of them a launch takes */
+
+/* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
+   one again has met all others after they read it. */
+template <kvpn_norm_form form> struct alignas(16) kvpn_norm_meeting {
+    float found[2][kvpn_norm_is<form>::groups];
+};
+
 /* A cluster of blocks. All its threads meet at a barrier: they arrive, and wait for the others. at_start: orders no
    memory. */
 KVPRIM_NCCL_DEVICE void kvpn_cluster_arrive(bool at_start)
@@ -1996,475 +2355,195 @@ KVPRIM_NCCL_DEVICE void kvpn_cluster_wait(void)
 /* at: in this block's shared memory; stores to the same place in that of a block of the cluster, which must run. */
 KVPRIM_NCCL_DEVICE void kvpn_cluster_store(float *at, uint32_t block, float value)
 {
-    const uint32_t here = (uint32_t)__cvta_generic_to_shared(at);
     if (kvpn_is_sm_90)
         asm volatile(
             "{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2;}" ::"r"(
-                here),
+                (uint32_t)__cvta_generic_to_shared(at)),
             "r"(block), "f"(value)
             : "memory");
 }
 
-/* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
-   one again has met all others after they read it. */
-template <kvpn_norm_form form> struct alignas(16) kvpn_norm_meeting {
-    float found[2][kvpn_norm_is<form>::groups];
-};
-#endif
-
-/* One thread, and its part of one token. T: the element type; max_ranks: of kvpn_few_kernel. me.thread counts on from
-   block to block of a cluster. */
-template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
-    typedef kvpn_norm_is<form> is;
-    enum { packs = is::packs };
-    enum { early = max_ranks != 4 };                 /* four ranks leave no registers for what a thread loads early */
-    enum { slots = max_ranks == 2 ? 1 : max_ranks }; /* that it waits for: of two ranks one */
-    const kvpn_norm_params &p;
-    kvpn_thread me;
-    uint32_t token, meetings;
-    uint4 r[packs]; /* the addend, s, r and y, one after another */
-    uint4 residual[packs], weight[packs];
-    float squares[packs]; /* of each pack, added */
-    float scale;
-    uint4 next_own, next_residual; /* `early`: of its next token, loaded before it waits for this one */
-    char *awaited;                 /* the first slot that it waits for */
-    uint32_t which;
-    uint4 v[max_ranks]; /* what came; v[1] of two ranks: the own one */
-
-    KVPRIM_NCCL_INLINE kvpn_norm(const kvpn_norm_params &params, const kvpn_thread &thread)
-        : p(params), me(thread), meetings(0)
-    {
+/* The threads of a row meet; `groups` then holds what each of its warps has found. A form without other rows needs no
+   barrier of its own. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_meet(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
+                                       const float (&found)[kvpn_norm_is<form>::packs])
+{
+    const uint32_t lane = me.thread % kvpn_norm_lanes;
+    if (form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits)) {
+        if (lane >> p.share_bits == 0)
+            kvpn_cluster_store(groups + me.thread / kvpn_norm_lanes, lane, found[0]);
+        kvpn_cluster_arrive(false);
+        kvpn_cluster_wait();
+        return;
     }
-
-    KVPRIM_NCCL_INLINE bool quantises()
-    {
-        return !is::usual && p.quantised;
+    if (lane == 0) {
+        groups[me.thread / kvpn_norm_lanes] = found[0];
+        if (kvpn_norm_is<form>::packs == 2)
+            groups[kvpn_norm_pack(me, 1) / kvpn_norm_lanes] = found[kvpn_norm_is<form>::packs - 1];
     }
+    if ((int)kvpn_norm_is<form>::rows == 1 || blockDim.y == 1)
+        __syncthreads();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
+}
 
-    /* The number of the thread's pack k. */
-    KVPRIM_NCCL_INLINE uint32_t pack(uint32_t k)
-    {
-        return k * me.threads + me.thread;
-    }
-
-    /* Whether the thread has a pack k. */
-    KVPRIM_NCCL_INLINE bool has(uint32_t k)
-    {
-        return !is::partial || pack(k) < p.row_packs;
-    }
-
-    KVPRIM_NCCL_INLINE uint4 load(const void *from, uint32_t row, int64_t stride, uint32_t k)
-    {
-        const char *const at = (const char *)from + (int64_t)row * stride;
-        return has(k) ? ((const uint4 *)at)[pack(k)] : uint4{0, 0, 0, 0};
-    }
-
-    KVPRIM_NCCL_INLINE void store(void *to, int64_t stride, uint32_t k)
-    {
-        if (has(k))
-            ((uint4 *)((char *)to + (int64_t)token * stride))[pack(k)] = r[k];
-    }
-
-    /* What a token needs besides s. */
-    KVPRIM_NCCL_INLINE void prepare()
-    {
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++) {
-            weight[k] = load(p.weight, 0, 0, k);
-            residual[k] = is::usual || p.residual ? load(p.residual, token, p.residual_stride, k) : uint4{0, 0, 0, 0};
-        }
-        scale = quantises() && p.scales == kvpn_of_tensor ? *p.scale : 0;
-    }
-
-    /* s from memory, and what else a token needs. */
-    KVPRIM_NCCL_INLINE void begin_alone()
-    {
-        token = me.block;
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++)
-            r[k] = load(p.send, token, p.send_stride, k);
-        prepare();
-    }
-
-    /* r from s, and the squares. */
-    KVPRIM_NCCL_INLINE void add()
-    {
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++) {
-            float f[8];
-            if (!is::usual && p.sum)
-                store(p.sum, p.sum_stride, k);
-            if (is::usual || p.residual)
-                r[k] = kvpn_add_packs<T>(r[k], residual[k]);
-            if (is::usual || p.residual_out)
-                store(p.residual_out, p.residual_out_stride, k);
-            kvpn_split_pack<T>(r[k], f);
-            squares[k] = 0;
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < 8; e++)
-                squares[k] = __fmaf_rn(f[e], f[e], squares[k]);
-        }
-    }
-
-    /* y from r. total: of all squares. */
-    KVPRIM_NCCL_INLINE void multiply(float total)
-    {
-        const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++) {
-            float f[8], w[8];
-            kvpn_split_pack<T>(r[k], f);
-            kvpn_split_pack<T>(weight[k], w);
-            if (!is::usual && p.weight_plus_one) {
-                KVPRIM_NCCL_UNROLL
-                for (int e = 0; e < 8; e++)
-                    w[e] = __fadd_rn(w[e], 1.0f);
-            }
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < 8; e++)
-                f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
-            r[k] = kvpn_join_pack<T>(f);
-            if (is::usual || p.out)
-                store(p.out, p.out_stride, k);
-        }
-    }
-
-    /* The bits of the largest |y| of the thread's pack k and of `most`. */
-    KVPRIM_NCCL_INLINE uint32_t most_of(uint32_t k, uint32_t most)
-    {
-        float f[8];
-        kvpn_split_pack<T>(r[k], f);
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8 && has(k); e++)
-            most = kvpi_tile_most(most, f[e]);
-        return most;
-    }
-
-    /* Of the thread's pack k, if its token or group has one. */
-    KVPRIM_NCCL_INLINE void write_scale(uint32_t k, float of_pack)
-    {
-        const uint32_t group = pack(k) / kvpn_norm_group_packs;
-        char *const row = (char *)p.scale + token * p.scale_stride;
-        if (p.scales == kvpn_of_tensor || pack(k) % kvpn_norm_group_packs || (p.scales == kvpn_of_token && pack(k)))
-            return;
-        if (p.scales == kvpn_of_groups_exponents)
-            row[group / 4 * p.scale_group_stride + group % 4] = (char)(kvpi_bits_of(of_pack) >> 23);
-        else
-            *(float *)(row + group * p.scale_group_stride) = of_pack;
-    }
-
-    /* q from y. most: of each pack's token or group, if that has a scale of its own. */
-    KVPRIM_NCCL_INLINE void quantise(const uint32_t *most)
-    {
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++) {
-            float f[8], of_pack = scale;
-            if (!has(k))
-                continue;
-            if (p.scales != kvpn_of_tensor)
-                of_pack = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most[k]), 448.0f), p.scale_min,
-                                          p.scales >= kvpn_of_groups_powers);
-            kvpn_split_pack<T>(r[k], f);
-            kvpn_norm_divide(f, of_pack);
-            ((uint2 *)(p.quantised + (int64_t)token * p.quantised_stride))[pack(k)] =
-                uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
-            write_scale(k, of_pack);
-        }
-    }
-
-    /* From here on kvpn_few_kernel's. The first token of the block, or of its cluster. */
-    KVPRIM_NCCL_INLINE uint32_t first_token()
-    {
-        const uint32_t number = is::in_clusters ? me.block >> p.share_bits : me.block;
-        return is::usual ? number : number * p.block_packs;
-    }
-
-    KVPRIM_NCCL_INLINE uint32_t end_of_tokens()
-    {
-        const uint32_t end = first_token() + p.block_packs;
-        return end < p.tokens ? end : p.tokens;
-    }
-
-    /* Where the thread's slot for a token lies that rank `from` fills. me.thread counts from the first block of a
-       cluster, slots from this block's: hence minus part, which may wrap around on the way. */
-    KVPRIM_NCCL_INLINE uint32_t offset(uint32_t from, uint32_t of_token)
-    {
-        const uint32_t part = is::in_clusters ? me.block & ((1u << p.share_bits) - 1) : 0,
-                       row = is::usual     ? 0
-                             : is::in_turn ? of_token - first_token()
-                                           : me.role;
-        return kvpn_slot_offset(p, me, 0, from, me.thread + (row - part) * me.threads);
-    }
-
-    /* A thread without a pack sends where kvpn_send_offset lets those send that have stopped. */
-    KVPRIM_NCCL_INLINE void send(uint32_t at, uint4 own)
-    {
-        const uint32_t to = me.stop_reason || !has(0) ? 2 * p.turn_bytes : at;
-        kvpn_store_slot(p.peer[1] + to, kvpn_replace_empty(own));
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 2; k < max_ranks; k++)
-            if (k < p.world)
-                kvpn_store_slot(p.peer[k] + to, kvpn_replace_empty(own));
-    }
-
-    /* Sends this rank's addend, which r becomes, and loads what comes later. Returns false if the row has no token. */
-    KVPRIM_NCCL_INLINE bool begin()
-    {
-        token = first_token() + (is::usual ? 0 : me.role);
-        if (!is::usual && token >= (is::in_turn ? end_of_tokens() : p.tokens))
-            return false;
-        /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch,
-           and the compiler would load the pack only after it. */
-        const uint32_t at = offset(p.rank, token);
-        r[0] = load(p.send, token, p.send_stride, 0);
-        kvpn_take_turn(p, me, me.thread);
-        send(at + me.turn * p.turn_bytes, r[0]);
-        prepare();
-        return true;
-    }
-
-    /* Whether the row has a next token. */
-    KVPRIM_NCCL_INLINE bool goes_on()
-    {
-        return is::in_turn && token + p.rows < end_of_tokens();
-    }
-
-    KVPRIM_NCCL_INLINE void look_ahead()
-    {
-        if (!early || !goes_on())
-            return;
-        next_own = load(p.send, token + p.rows, p.send_stride, 0);
-        if (p.residual)
-            next_residual = load(p.residual, token + p.rows, p.residual_stride, 0);
-    }
-
-    /* Sends this rank's addend of the next token. */
-    KVPRIM_NCCL_INLINE void send_next()
-    {
-        const uint32_t next = token + p.rows;
-        if (goes_on())
-            send(offset(p.rank, next), early ? next_own : load(p.send, next, p.send_stride, 0));
-    }
-
-    /* Goes on to the next token. Returns false if there is none. */
-    KVPRIM_NCCL_INLINE bool next()
-    {
-        if (!goes_on())
-            return false;
-        token += p.rows;
-        r[0] = early ? next_own : load(p.send, token, p.send_stride, 0);
-        if (p.residual)
-            residual[0] = early ? next_residual : load(p.residual, token, p.residual_stride, 0);
-        return true;
-    }
-
-    /* Returns false if not all addends are here soon. */
-    KVPRIM_NCCL_INLINE bool poll()
-    {
-        awaited = p.peer[0] + offset(max_ranks == 2 ? p.rank ^ 1 : 0, token);
-        which = !has(0) ? 0 : max_ranks == 2 ? 1 : kvpn_other_ranks(p);
-        if (max_ranks > 2)
-            kvpn_init_sum<T, max_ranks>(p, r[0], v);
-        else
-            v[0] = uint4{0, 0, 0, 0}, v[1] = r[0]; /* the first: for a thread without a pack */
-        KVPRIM_NCCL_UNROLL_BY(1)
-        for (uint32_t polls = 0; polls < kvpn_polls_per_page_check && me.stop_reason == 0; polls++) {
-            uint32_t largest = 0;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 0; k < slots; k++)
-                if (which >> k & 1)
-                    v[k] = kvpn_load_slot(awaited + (size_t)k * p.sender_bytes);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 0; k < slots; k++)
-                largest = kvpn_max_u32(largest, kvpn_largest_word<false>(v[k]));
-            if (largest != kvpn_empty_word)
-                return true;
-        }
-        return false;
-    }
-
-    /* For those that have polled in vain. Returns false if this rank stopped. */
-    KVPRIM_NCCL_INLINE bool wait()
-    {
-        uint4(&some)[slots] = *(uint4(*)[slots])v;
-        return me.stop_reason == 0 &&
-               kvpn_wait_for_slots<slots, false>(p, me, awaited, p.sender_bytes, which,
-                                                 max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, some);
-    }
-
-    /* Empties the slots. r becomes the sum. */
-    KVPRIM_NCCL_INLINE void sum()
-    {
-        kvpn_clear_slots<slots>(awaited, p.sender_bytes, which);
-        r[0] = kvpn_sum_packs<T, max_ranks>(v);
-    }
-
-#ifndef KVPRIM_NCCL_EMULATE
-    KVPRIM_NCCL_INLINE bool in_cluster()
-    {
-        return form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
-    }
-
-    /* The threads of a row meet; `groups` then holds what each of its warps has found. A form without other rows needs
-       no barrier of its own. */
-    KVPRIM_NCCL_INLINE void meet(float *groups, const float (&found)[packs])
-    {
-        const uint32_t lane = me.thread % kvpn_norm_lanes;
-        if (in_cluster()) {
-            if (lane >> p.share_bits == 0)
-                kvpn_cluster_store(groups + me.thread / kvpn_norm_lanes, lane, found[0]);
-            kvpn_cluster_arrive(false);
-            kvpn_cluster_wait();
-            return;
-        }
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; lane == 0 && k < packs; k++)
-            groups[pack(k) / kvpn_norm_lanes] = found[k];
-        if ((int)is::rows == 1 || blockDim.y == 1)
-            __syncthreads();
-        else
-            asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
-    }
-
-    /* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
-    KVPRIM_NCCL_INLINE float total(float *groups)
-    {
-        const uint32_t at = me.thread % kvpn_norm_lanes;
-        float found[packs];
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++) {
-            found[k] = squares[k];
-            KVPRIM_NCCL_UNROLL
-            for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
-                found[k] = __fadd_rn(found[k], __shfl_xor_sync(0xffffffff, found[k], lane));
-        }
-        meet(groups, found);
-        float all = is::two_groups ? __fadd_rn(groups[2 * at], groups[2 * at + 1]) : groups[at];
+/* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
+                                         const kvpn_norm_token<form> &t)
+{
+    const uint32_t at = me.thread % kvpn_norm_lanes;
+    float found[kvpn_norm_is<form>::packs];
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++) {
+        found[k] = t.squares[k];
         KVPRIM_NCCL_UNROLL
         for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
-            all = __fadd_rn(all, __shfl_xor_sync(0xffffffff, all, lane));
-        return all;
+            found[k] = __fadd_rn(found[k], __shfl_xor_sync(0xffffffff, found[k], lane));
     }
+    kvpn_norm_meet<form>(p, me, groups, found);
+    float total = kvpn_norm_is<form>::two_groups ? __fadd_rn(groups[2 * at], groups[2 * at + 1]) : groups[at];
+    KVPRIM_NCCL_UNROLL
+    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+        total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, lane));
+    return total;
+}
 
-    /* The largest of `lanes` neighbours. */
-    template <int lanes> static __device__ __forceinline__ uint32_t largest_of(uint32_t most)
-    {
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest_of_warp(uint32_t most)
+{
+    KVPRIM_NCCL_UNROLL
+    for (int distance = 1; distance < kvpn_norm_lanes; distance *= 2)
+        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
+    return most;
+}
+
+/* The largest of all threads' bits, for each pack. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_largest(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
+                                          uint32_t largest, uint32_t *most)
+{
+    const uint32_t at = me.thread % kvpn_norm_lanes;
+    float found[kvpn_norm_is<form>::packs];
+    largest = kvpn_norm_largest_of_warp(largest);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
+        found[k] = __uint_as_float(largest);
+    kvpn_norm_meet<form>(p, me, groups, found);
+    largest =
+        kvpn_norm_largest_of_warp(kvpn_norm_is<form>::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]),
+                                                                                __float_as_uint(groups[2 * at + 1]))
+                                                                 : __float_as_uint(groups[at]));
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
+        most[k] = largest;
+}
+
+/* The same of each of the thread's packs' groups. A warp has whole groups. */
+template <class T, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_largest_of_groups(const kvpn_norm_params &p, const kvpn_thread &me,
+                                                    const kvpn_norm_token<form> &t, uint32_t *most)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < t.packs; k++) {
+        most[k] = kvpn_norm_has<form>(p, me, k) ? kvpn_norm_most<T>(0, t.r[k]) : 0;
         KVPRIM_NCCL_UNROLL
-        for (int distance = 1; distance < lanes; distance *= 2)
-            most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
-        return most;
+        for (int distance = 1; distance < kvpn_norm_group_packs; distance *= 2)
+            most[k] = kvpn_max_u32(most[k], __shfl_xor_sync(0xffffffff, most[k], distance));
     }
+}
 
-    /* The largest |y| of a token, as bits, for each pack. */
-    KVPRIM_NCCL_INLINE void largest(float *groups, uint32_t *most)
-    {
-        const uint32_t at = me.thread % kvpn_norm_lanes;
-        float found[packs];
-        uint32_t all = 0;
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++)
-            all = most_of(k, all);
-        all = largest_of<kvpn_norm_lanes>(all);
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++)
-            found[k] = __uint_as_float(all);
-        meet(groups, found);
-        all = __float_as_uint(groups[is::two_groups ? 2 * at : at]);
-        if (is::two_groups)
-            all = kvpn_max_u32(all, __float_as_uint(groups[2 * at + 1]));
-        all = largest_of<kvpn_norm_lanes>(all);
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++)
-            most[k] = all;
-    }
+/* Empties what no warp will write: there may be fewer warps than kvpn_norm_total reads of. In a cluster, another block
+   may already have written the rest. */
+template <kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_clear(const kvpn_norm_params &p, const kvpn_thread &me,
+                                        kvpn_norm_meeting<form> &meeting)
+{
+    enum { groups = kvpn_norm_is<form>::groups, two_groups = kvpn_norm_is<form>::two_groups };
+    const uint32_t written = me.threads / kvpn_norm_lanes * kvpn_norm_is<form>::packs << p.share_bits;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = threadIdx.x; k < groups && threadIdx.x < kvpn_norm_lanes; k += kvpn_norm_lanes)
+        if (!two_groups || k >= written) {
+            meeting.found[0][k] = 0;
+            if (form != kvpn_norm_plain) /* which meets once */
+                meeting.found[1][k] = 0;
+        }
+}
 
-    /* Empties what no warp will write: there may be fewer warps than total() reads of. In a cluster, another block may
-       already have written the rest. */
-    KVPRIM_NCCL_INLINE void clear(kvpn_norm_meeting<form> &meeting)
-    {
-        const uint32_t written = me.threads / kvpn_norm_lanes * packs << p.share_bits;
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = threadIdx.x; k < is::groups && threadIdx.x < kvpn_norm_lanes; k += kvpn_norm_lanes)
-            if (!is::two_groups || k >= written) {
-                meeting.found[0][k] = 0;
-                if (form != kvpn_norm_plain) /* which meets once */
-                    meeting.found[1][k] = 0;
-            }
-    }
+/* What follows s in t.r. */
+template <class T, kvpn_norm_form form>
+KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_thread &me,
+                                         kvpn_norm_meeting<form> &meeting, uint32_t &meetings, kvpn_norm_token<form> &t)
+{
+    uint32_t most[kvpn_norm_is<form>::packs] = {};
+    kvpn_norm_add<T>(p, me, t);
+    kvpn_norm_multiply<T>(p, me, kvpn_norm_total(p, me, meeting.found[meetings++ % 2], t), t);
+    if (!kvpn_norm_is<form>::quantised(p))
+        return;
+    if (p.scales == kvpn_of_token)
+        kvpn_norm_largest<form>(p, me, meeting.found[meetings++ % 2], kvpn_norm_most<T>(p, me, t), most);
+    else if (p.scales != kvpn_of_tensor)
+        kvpn_norm_largest_of_groups<T>(p, me, t, most);
+    kvpn_norm_quantise<T>(p, me, most, t);
+}
 
-    /* What follows s in r. A warp has whole groups. */
-    KVPRIM_NCCL_INLINE void finish(kvpn_norm_meeting<form> &meeting)
-    {
-        uint32_t most[packs] = {};
-        add();
-        multiply(total(meeting.found[meetings++ % 2]));
-        if (!quantises())
-            return;
-        if (p.scales == kvpn_of_token)
-            largest(meeting.found[meetings++ % 2], most);
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs && p.scales >= kvpn_of_groups; k++)
-            most[k] = largest_of<kvpn_norm_group_packs>(most_of(k, 0));
-        quantise(most);
-    }
-#endif
-};
-
-#ifndef KVPRIM_NCCL_EMULATE
-/* >>impl_norm_kernel -- the norm's kernels, and which form of them a launch takes */
-
-/* The norm alone. The block's threads meet before they read what clear() writes. */
+/* The norm alone. The block's threads meet before they read what kvpn_norm_clear writes. */
 template <class T>
 static __global__ __launch_bounds__(kvpn_max_threads,
                                     1) void kvpn_norm_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
     __shared__ kvpn_norm_meeting<kvpn_norm_alone> meeting;
-    kvpn_norm<T, 1, kvpn_norm_alone> t(p, {blockIdx.x, 0, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0});
+    const kvpn_thread me = {blockIdx.x, 0, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    kvpn_norm_token<kvpn_norm_alone> t;
+    uint32_t meetings = 0;
     kvpn_wait_for_predecessor(p);
-    t.begin_alone();
-    t.clear(meeting);
-    t.finish(meeting);
+    kvpn_norm_begin(p, me, t);
+    kvpn_norm_clear(p, me, meeting);
+    kvpn_norm_finish<T>(p, me, meeting, meetings, t);
 }
 
-/* See >>impl_norm_few. In a cluster, each block has its own turn. Its barrier costs nothing: the row waits for the other
-   ranks anyway. A warp that has polled in vain waits and sums in code of its own,
-   so that the others' sum has no branches. What follows has barriers, so it must be the same code for all warps of a
-   block. */
+/* See >>impl_norm_few. In a cluster, me.thread counts on from block to block, and each block has its own turn. Its
+   barrier costs nothing: the row waits for the other ranks anyway. A warp that has polled in vain waits and sums in code
+   of its own, so that the others' sum has no branches. What follows has barriers, so it must be the same code for all
+   warps of a block. */
 template <class T, int max_ranks, kvpn_norm_form form>
 static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_few_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
-    typedef kvpn_norm_is<form> is;
-    __shared__ kvpn_norm_meeting<form> meetings_of[is::rows];
-    kvpn_norm<T, max_ranks, form> t(p,
-                                    {blockIdx.x, is::usual ? 0 : threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0});
+    __shared__ kvpn_norm_meeting<form> meetings_of[kvpn_norm_is<form>::rows];
+    kvpn_thread me = {blockIdx.x, kvpn_norm_is<form>::usual ? 0 : threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    kvpn_norm_token<form> t;
+    kvpn_few_awaited<max_ranks> a;
+    kvpn_few_later<max_ranks> later;
+    uint32_t meetings = 0;
+    const bool in_cluster = form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
     kvpn_wait_for_predecessor(p);
-    if (t.in_cluster()) {
+    if (in_cluster) {
         kvpn_cluster_arrive(true);
-        t.me.thread += (t.me.block & ((1u << p.share_bits) - 1)) * t.me.threads;
+        me.thread += (me.block & ((1u << p.share_bits) - 1)) * me.threads;
     }
-    const bool has = t.begin();
-    t.clear(meetings_of[t.me.role]);
-    kvpn_end_turn(p, t.me);
-    if (t.in_cluster())
+    const bool has = kvpn_few_begin<max_ranks>(p, me, t);
+    kvpn_norm_clear(p, me, meetings_of[me.role]);
+    kvpn_end_turn(p, me);
+    if (in_cluster)
         kvpn_cluster_wait();
     if (!has)
         return;
     do {
-        t.look_ahead();
-        const bool here = t.poll();
+        kvpn_few_look_ahead(p, me, t, later);
+        const bool here = kvpn_few_poll<T>(p, me, t, a);
         if (KVPRIM_LIKELY(__all_sync(0xffffffff, here))) {
-            t.sum();
+            t.r[0] = kvpn_few_sum<T>(p, a);
         } else {
-            if (here || t.wait())
-                t.sum();
+            if (here || kvpn_few_wait(p, me, a))
+                t.r[0] = kvpn_few_sum<T>(p, a);
             else /* at once: the row's other threads may wait for long */
-                kvpn_stop_rank(p, t.me);
+                kvpn_stop_rank(p, me);
             __syncwarp();
         }
-        t.send_next();
-        t.finish(meetings_of[t.me.role]);
-    } while (t.next());
+        kvpn_few_send_next(p, me, t, later);
+        kvpn_norm_finish<T>(p, me, meetings_of[me.role], meetings, t);
+    } while (kvpn_few_next(p, me, t, later));
 }
 
 /* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two forms. */

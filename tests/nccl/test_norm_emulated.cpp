@@ -79,19 +79,17 @@ static float tree_of(const float *numbers, size_t count)
     return count == 1 ? *numbers : tree_of(numbers, count / 2) + tree_of(numbers + count / 2, count / 2);
 }
 
-/* The GPU threads of a row, and each one's part of a token. */
-template <int max_ranks, kvpn_norm_form form> using row_of = std::vector<kvpn_norm<kvpn_bf16, max_ranks, form>>;
-
 /* The sum of a token's squares: packs in groups of 32, then the groups. */
-template <int max_ranks, kvpn_norm_form form> static float total_of(row_of<max_ranks, form> &row)
+template <kvpn_norm_form form>
+static float total_of(const std::vector<kvpn_thread> &row, const std::vector<kvpn_norm_token<form>> &tokens)
 {
     float groups[64] = {};
     for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
         for (size_t first = 0; first < row.size(); first += 32) {
             float lanes[32];
             for (size_t i = 0; i < 32; i++)
-                lanes[i] = row[first + i].squares[k];
-            const uint32_t group = row[first].pack(k) / 32;
+                lanes[i] = tokens[first + i].squares[k];
+            const uint32_t group = kvpn_norm_pack(row[first], k) / 32;
             CHECK(group < kvpn_norm_is<form>::groups);
             groups[group] = tree_of(lanes, 32);
         }
@@ -99,17 +97,21 @@ template <int max_ranks, kvpn_norm_form form> static float total_of(row_of<max_r
 }
 
 /* Quantises a token, whose largest |y| is `largest`, or the packs of each 16 neighbouring threads by their own. */
-template <int max_ranks, kvpn_norm_form form>
-static void quantise(const kvpn_norm_params &p, uint32_t largest, row_of<max_ranks, form> &row)
+template <kvpn_norm_form form>
+static void quantise(const kvpn_norm_params &p, const std::vector<kvpn_thread> &row, uint32_t largest,
+                     const std::vector<kvpn_norm_token<form>> &tokens)
 {
     constexpr uint32_t packs = kvpn_norm_is<form>::packs;
     for (size_t first = 0; first < row.size(); first += 16) {
         uint32_t most[packs] = {};
         for (size_t t = first; t < first + 16; t++)
             for (uint32_t k = 0; k < packs; k++)
-                most[k] = p.scales < kvpn_of_groups ? largest : row[t].most_of(k, most[k]);
+                if (p.scales < kvpn_of_groups)
+                    most[k] = largest;
+                else if (kvpn_norm_has<form>(p, row[t], k))
+                    most[k] = kvpn_norm_most<kvpn_bf16>(most[k], tokens[t].r[k]);
         for (size_t t = first; t < first + 16; t++)
-            row[t].quantise(most);
+            kvpn_norm_quantise<kvpn_bf16>(p, row[t], most, tokens[t]);
     }
 }
 
@@ -117,87 +119,91 @@ static void quantise(const kvpn_norm_params &p, uint32_t largest, row_of<max_ran
 static thread_local std::vector<float> totals;
 
 /* What follows s, for the threads of a row. */
-template <int max_ranks, kvpn_norm_form form>
-static void finish_token(const kvpn_norm_params &p, row_of<max_ranks, form> &row)
+template <kvpn_norm_form form>
+static void finish_token(const kvpn_norm_params &p, const std::vector<kvpn_thread> &row,
+                         std::vector<kvpn_norm_token<form>> &tokens)
 {
     uint32_t largest = 0;
-    for (auto &t : row)
-        t.add();
-    const float total = total_of<max_ranks, form>(row);
-    totals[row[0].token] = total;
-    for (auto &t : row) {
-        t.multiply(total);
-        for (uint32_t k = 0; k < t.packs; k++)
-            largest = t.most_of(k, largest);
+    for (size_t t = 0; t < row.size(); t++)
+        kvpn_norm_add<kvpn_bf16>(p, row[t], tokens[t]);
+    const float total = total_of<form>(row, tokens);
+    totals[tokens[0].token] = total;
+    for (size_t t = 0; t < row.size(); t++) {
+        kvpn_norm_multiply<kvpn_bf16>(p, row[t], total, tokens[t]);
+        largest = std::max(largest, kvpn_norm_most<kvpn_bf16>(p, row[t], tokens[t]));
     }
     if (p.quantised)
-        quantise<max_ranks, form>(p, largest, row);
+        quantise<form>(p, row, largest, tokens);
 }
 
 /* The norm alone: a block has a token. */
 static void run_alone(const kvpn_norm_params &p, const call &c)
 {
     for (uint32_t b = 0; b < c.tokens; b++) {
-        row_of<1, kvpn_norm_alone> row;
+        std::vector<kvpn_thread> row;
+        std::vector<kvpn_norm_token<kvpn_norm_alone>> tokens(c.threads);
         for (uint32_t t = 0; t < c.threads; t++) {
-            row.emplace_back(p, kvpn_thread{b, 0, t, c.threads, 0, 0, 0, 0, 0});
-            row.back().begin_alone();
+            row.push_back({b, 0, t, c.threads, 0, 0, 0, 0, 0});
+            kvpn_norm_begin(p, row[t], tokens[t]);
         }
-        finish_token<1, kvpn_norm_alone>(p, row);
+        finish_token<kvpn_norm_alone>(p, row, tokens);
     }
     end_kernel();
 }
 
 /* A token in the kernel of few tokens. */
 template <int max_ranks, kvpn_norm_form form>
-static void finish_few(const kvpn_norm_params &p, row_of<max_ranks, form> &row)
+static void finish_few(const kvpn_norm_params &p, std::vector<kvpn_thread> &row,
+                       std::vector<kvpn_norm_token<form>> &tokens, std::vector<kvpn_few_later<max_ranks>> &later)
 {
-    for (auto &t : row) {
-        t.look_ahead();
-        if (t.poll() || t.wait())
-            t.sum();
+    for (size_t t = 0; t < row.size(); t++) {
+        kvpn_few_awaited<max_ranks> awaited;
+        kvpn_few_look_ahead(p, row[t], tokens[t], later[t]);
+        if (kvpn_few_poll<kvpn_bf16>(p, row[t], tokens[t], awaited) || kvpn_few_wait(p, row[t], awaited))
+            tokens[t].r[0] = kvpn_few_sum<kvpn_bf16>(p, awaited);
         else
-            kvpn_stop_rank(p, t.me);
-        t.send_next();
+            kvpn_stop_rank(p, row[t]);
+        kvpn_few_send_next(p, row[t], tokens[t], later[t]);
     }
-    finish_token<max_ranks, form>(p, row);
+    finish_token<form>(p, row, tokens);
 }
 
 /* The kernel of few tokens. A row here has the threads of all blocks that share its tokens. */
 template <int max_ranks, kvpn_norm_form form> static void run_few(const kvpn_norm_params &p, const call &c)
 {
     const uint32_t used = (c.tokens + c.block_rows - 1) / c.block_rows, all = c.threads << c.share_bits;
-    std::vector<row_of<max_ranks, form>> rows;
+    std::vector<std::vector<kvpn_thread>> rows;
+    std::vector<std::vector<kvpn_norm_token<form>>> tokens;
     for (uint32_t b = 0; b < used; b++)
         for (uint32_t r = 0; r < c.rows; r++) {
-            rows.emplace_back();
+            rows.emplace_back(), tokens.emplace_back(all);
             size_t has = 0;
             for (uint32_t t = 0; t < all; t++) {
-                rows.back().emplace_back(
-                    p, kvpn_thread{(b << c.share_bits) + t / c.threads, r, t, c.threads, 0, 0, 0, 0, 0});
-                has += rows.back().back().begin();
+                rows.back().push_back({(b << c.share_bits) + t / c.threads, r, t, c.threads, 0, 0, 0, 0, 0});
+                has += kvpn_few_begin<max_ranks>(p, rows.back()[t], tokens.back()[t]);
             }
             CHECK(has == (b * c.block_rows + r < c.tokens ? all : 0));
             if (has == 0)
-                rows.pop_back();
+                rows.pop_back(), tokens.pop_back();
         }
-    for (auto &row : rows)
-        for (auto &t : row)
-            if (t.me.role == 0 && t.me.thread % c.threads == 0)
-                p.turn[t.me.block] = t.me.turn ^ 1;
+    for (std::vector<kvpn_thread> &row : rows)
+        for (kvpn_thread &me : row)
+            if (me.role == 0 && me.thread % c.threads == 0)
+                p.turn[me.block] = me.turn ^ 1;
+    std::vector<std::vector<kvpn_few_later<max_ranks>>> later(rows.size(), std::vector<kvpn_few_later<max_ranks>>(all));
     for (bool more = true; more;) { /* a turn of each row, as a row may wait for what another rank's sends in that */
         more = false;
-        for (auto &row : rows) {
+        for (size_t k = 0; k < rows.size(); k++) {
             size_t go_on = 0;
-            if (row.empty())
+            if (rows[k].empty())
                 continue;
-            finish_few<max_ranks, form>(p, row);
-            for (auto &t : row)
-                go_on += t.next();
+            finish_few<max_ranks, form>(p, rows[k], tokens[k], later[k]);
+            for (uint32_t t = 0; t < all; t++)
+                go_on += kvpn_few_next(p, rows[k][t], tokens[k][t], later[k][t]);
             CHECK(go_on == 0 || go_on == all);
             more = more || go_on;
             if (!go_on)
-                row.clear();
+                rows[k].clear();
         }
     }
     end_kernel();
