@@ -1877,8 +1877,8 @@ static __global__ __launch_bounds__(kvpn_max_threads,
 #ifndef KVPRIM_NO_NORM
 /* >>impl_norm ------------------------------------------------------------------------------------------------------
 
-   What follows a sum: see >>norm. Two kernels share these functions. kvpn_few_kernel also sums, in one shot, for the
-   few tokens of decoding (>>impl_norm_few). kvpn_norm_kernel finds s in memory, after a sum of >>impl_ways or of NCCL.
+   What follows a sum: see >>norm. Two kernels share kvpn_norm. kvpn_few_kernel also sums, in one shot, for the few
+   tokens of decoding (>>impl_norm_few). kvpn_norm_kernel finds s in memory, after a sum of >>impl_ways or of NCCL.
    kvpn_norm_way_of says which one a call takes.
 
    A token has a row of threads. Thread t of a row has the token's packs t, t + threads, ... when it sends, sums,
@@ -1933,199 +1933,7 @@ template <kvpn_norm_form form> struct kvpn_norm_is {
         two_groups = in_clusters || packs == 2, /* a lane adds two groups of 32 packs: 64 are 16,384 elements */
         groups = two_groups ? 2 * (int)kvpn_norm_lanes : (int)kvpn_norm_lanes
     };
-
-    KVPRIM_NCCL_DEVICE bool quantised(const kvpn_norm_params &p)
-    {
-        return !usual && p.quantised;
-    }
 };
-
-/* A thread's part of one token. r is the addend, s, r and y, one after another. */
-template <kvpn_norm_form form> struct kvpn_norm_token {
-    enum { packs = kvpn_norm_is<form>::packs };
-    uint32_t token;
-    uint4 r[packs], residual[packs], weight[packs];
-    float squares[packs]; /* of each pack, added */
-    float scale;
-};
-
-/* The number of the thread's pack k. me.thread counts on from block to block of a cluster. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_pack(const kvpn_thread &me, uint32_t k)
-{
-    return k * me.threads + me.thread;
-}
-
-/* Whether the thread has a pack k. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_norm_has(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t k)
-{
-    return !kvpn_norm_is<form>::partial || kvpn_norm_pack(me, k) < p.row_packs;
-}
-
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint4 kvpn_norm_load(const kvpn_norm_params &p, const kvpn_thread &me, const void *from,
-                                        uint32_t token, int64_t stride, uint32_t k)
-{
-    const char *const row = (const char *)from + (int64_t)token * stride;
-    return kvpn_norm_has<form>(p, me, k) ? ((const uint4 *)row)[kvpn_norm_pack(me, k)] : uint4{0, 0, 0, 0};
-}
-
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_store(const kvpn_norm_params &p, const kvpn_thread &me, void *to, uint32_t token,
-                                        int64_t stride, uint32_t k, uint4 v)
-{
-    if (kvpn_norm_has<form>(p, me, k))
-        ((uint4 *)((char *)to + (int64_t)token * stride))[kvpn_norm_pack(me, k)] = v;
-}
-
-/* What a token needs besides s. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_prepare(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t)
-{
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        t.weight[k] = kvpn_norm_load<form>(p, me, p.weight, 0, 0, k);
-        t.residual[k] = kvpn_norm_is<form>::usual || p.residual
-                            ? kvpn_norm_load<form>(p, me, p.residual, t.token, p.residual_stride, k)
-                            : uint4{0, 0, 0, 0};
-    }
-    t.scale = kvpn_norm_is<form>::quantised(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
-}
-
-/* r from s, and the squares. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t)
-{
-    enum { usual = kvpn_norm_is<form>::usual };
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        float f[8];
-        if (!usual && p.sum)
-            kvpn_norm_store<form>(p, me, p.sum, t.token, p.sum_stride, k, t.r[k]);
-        if (usual || p.residual)
-            t.r[k] = kvpn_add_packs<T>(t.r[k], t.residual[k]);
-        if (usual || p.residual_out)
-            kvpn_norm_store<form>(p, me, p.residual_out, t.token, p.residual_out_stride, k, t.r[k]);
-        kvpn_split_pack<T>(t.r[k], f);
-        t.squares[k] = 0;
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
-    }
-}
-
-/* y from r. total: of all squares. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
-                                           kvpn_norm_token<form> &t)
-{
-    const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        float f[8], w[8];
-        kvpn_split_pack<T>(t.r[k], f);
-        kvpn_split_pack<T>(t.weight[k], w);
-        if (!kvpn_norm_is<form>::usual && p.weight_plus_one) {
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < 8; e++)
-                w[e] = __fadd_rn(w[e], 1.0f);
-        }
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
-        t.r[k] = kvpn_join_pack<T>(f);
-        if (kvpn_norm_is<form>::usual || p.out)
-            kvpn_norm_store<form>(p, me, p.out, t.token, p.out_stride, k, t.r[k]);
-    }
-}
-
-/* The bits of the largest |y| of a pack and of `most`. */
-template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(uint32_t most, uint4 y)
-{
-    float f[8];
-    kvpn_split_pack<T>(y, f);
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < 8; e++)
-        most = kvpi_tile_most(most, f[e]);
-    return most;
-}
-
-/* ... of all packs of the thread. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(const kvpn_norm_params &p, const kvpn_thread &me,
-                                           const kvpn_norm_token<form> &t)
-{
-    uint32_t most = 0;
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++)
-        if (kvpn_norm_has<form>(p, me, k))
-            most = kvpn_norm_most<T>(most, t.r[k]);
-    return most;
-}
-
-/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
-   kvpc_over in kvprim_cuda.cuh, which has the proof. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
-{
-    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
-    const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
-    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
-    if (usual) {
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
-    } else {
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            f[e] = __fdiv_rn(f[e], scale);
-    }
-}
-
-/* Of the thread's pack k, if its token or group has one. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_write_scale(const kvpn_norm_params &p, uint32_t token, uint32_t pack, float scale)
-{
-    const uint32_t group = pack / kvpn_norm_group_packs;
-    char *const row = (char *)p.scale + token * p.scale_stride;
-    if (p.scales == kvpn_of_tensor || pack % kvpn_norm_group_packs || (p.scales == kvpn_of_token && pack))
-        return;
-    if (p.scales == kvpn_of_groups_exponents)
-        row[group / 4 * p.scale_group_stride + group % 4] = (char)(kvpi_bits_of(scale) >> 23);
-    else
-        *(float *)(row + group * p.scale_group_stride) = scale;
-}
-
-/* q from y. most: of each pack's token or group, if that has a scale of its own. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, const uint32_t *most,
-                                           const kvpn_norm_token<form> &t)
-{
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        const uint32_t pack = kvpn_norm_pack(me, k);
-        float f[8], scale = t.scale;
-        if (!kvpn_norm_has<form>(p, me, k))
-            continue;
-        if (p.scales != kvpn_of_tensor)
-            scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most[k]), 448.0f), p.scale_min,
-                                    p.scales >= kvpn_of_groups_powers);
-        kvpn_split_pack<T>(t.r[k], f);
-        kvpn_norm_divide(f, scale);
-        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack] =
-            uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
-        kvpn_norm_write_scale(p, t.token, pack, scale);
-    }
-}
-
-/* s from memory, and what else a token needs. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_begin(const kvpn_norm_params &p, const kvpn_thread &me,
-                                        kvpn_norm_token<kvpn_norm_alone> &t)
-{
-    t.token = me.block;
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++)
-        t.r[k] = kvpn_norm_load<kvpn_norm_alone>(p, me, p.send, t.token, p.send_stride, k);
-    kvpn_norm_prepare(p, me, t);
-}
 
 /* >>impl_norm_few --------------------------------------------------------------------------------------------------
 
@@ -2160,182 +1968,25 @@ static inline kvpn_norm_form kvpn_few_form_of(const kvpn_norm_params *p)
                                                : kvpn_norm_rows;
 }
 
-/* The first token of the block, or of its cluster. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_few_first(const kvpn_norm_params &p, const kvpn_thread &me)
+/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
+   kvpc_over in kvprim_cuda.cuh, which has the proof. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
 {
-    const uint32_t number = kvpn_norm_is<form>::in_clusters ? me.block >> p.share_bits : me.block;
-    return kvpn_norm_is<form>::usual ? number : number * p.block_packs;
-}
-
-/* The end of its tokens. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_few_end(const kvpn_norm_params &p, const kvpn_thread &me)
-{
-    const uint32_t end = kvpn_few_first<kvpn_norm_all>(p, me) + p.block_packs;
-    return end < p.tokens ? end : p.tokens;
-}
-
-/* The thread's slot for a token, of area 0, in the block's. me.thread counts from the first block of a cluster, slots
-   from this block's: hence minus part, which may wrap around on the way. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_few_slot(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t token)
-{
-    const uint32_t part = kvpn_norm_is<form>::in_clusters ? me.block & ((1u << p.share_bits) - 1) : 0,
-                   row = kvpn_norm_is<form>::usual     ? 0
-                         : kvpn_norm_is<form>::in_turn ? token - kvpn_few_first<form>(p, me)
-                                                       : me.role;
-    return me.thread + (row - part) * me.threads;
-}
-
-template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_few_store(const kvpn_norm_params &p, uint32_t offset, uint4 v)
-{
-    kvpn_store_slot(p.peer[1] + offset, kvpn_replace_empty(v));
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 2; k < max_ranks; k++)
-        if (k < p.world)
-            kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
-}
-
-/* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no token. */
-template <int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<form> &t)
-{
-    enum { usual = kvpn_norm_is<form>::usual, in_turn = kvpn_norm_is<form>::in_turn };
-    t.token = kvpn_few_first<form>(p, me) + (usual ? 0 : me.role);
-    if (!usual && t.token >= (in_turn ? kvpn_few_end(p, me) : p.tokens))
-        return false;
-    /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch, and
-       the compiler would load the pack only after it. A thread without a pack sends where kvpn_send_offset lets those
-       send that have stopped. */
-    const uint32_t slot =
-        kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, t.token)); /* if the turn is 0 */
-    t.r[0] = kvpn_norm_load<form>(p, me, p.send, t.token, p.send_stride, 0);
-    kvpn_take_turn(p, me, me.thread);
-    const bool stays = me.stop_reason || !kvpn_norm_has<form>(p, me, 0);
-    kvpn_few_store<max_ranks>(p, stays ? 2 * p.turn_bytes : slot + me.turn * p.turn_bytes, t.r[0]);
-    kvpn_norm_prepare(p, me, t);
-    return true;
-}
-
-/* What a thread loads of its next token before it waits for one. Four ranks leave no registers for it: there it is
-   loaded later. */
-template <int max_ranks> struct kvpn_few_later {
-    enum { early = max_ranks != 4 };
-    uint4 own, residual;
-};
-
-/* Whether the row has a next token. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_few_goes_on(const kvpn_norm_params &p, const kvpn_thread &me,
-                                         const kvpn_norm_token<form> &t)
-{
-    return kvpn_norm_is<form>::in_turn && t.token + p.rows < kvpn_few_end(p, me);
-}
-
-template <int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_few_look_ahead(const kvpn_norm_params &p, const kvpn_thread &me,
-                                            const kvpn_norm_token<form> &t, kvpn_few_later<max_ranks> &later)
-{
-    if (!later.early || !kvpn_few_goes_on<form>(p, me, t))
-        return;
-    later.own = kvpn_norm_load<form>(p, me, p.send, t.token + p.rows, p.send_stride, 0);
-    if (p.residual)
-        later.residual = kvpn_norm_load<form>(p, me, p.residual, t.token + p.rows, p.residual_stride, 0);
-}
-
-/* Sends this rank's addend of the next token. */
-template <int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_few_send_next(const kvpn_norm_params &p, const kvpn_thread &me,
-                                           const kvpn_norm_token<form> &t, const kvpn_few_later<max_ranks> &later)
-{
-    const uint32_t next = t.token + p.rows;
-    if (!kvpn_few_goes_on<form>(p, me, t))
-        return;
-    const bool stays = me.stop_reason || !kvpn_norm_has<form>(p, me, 0);
-    kvpn_few_store<max_ranks>(
-        p, stays ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, next)),
-        later.early ? later.own : kvpn_norm_load<form>(p, me, p.send, next, p.send_stride, 0));
-}
-
-/* Goes on to the next token. Returns false if there is none. */
-template <int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_few_next(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t,
-                                      const kvpn_few_later<max_ranks> &later)
-{
-    if (!kvpn_few_goes_on<form>(p, me, t))
-        return false;
-    t.token += p.rows;
-    t.r[0] = later.early ? later.own : kvpn_norm_load<form>(p, me, p.send, t.token, p.send_stride, 0);
-    if (p.residual)
-        t.residual[0] =
-            later.early ? later.residual : kvpn_norm_load<form>(p, me, p.residual, t.token, p.residual_stride, 0);
-    return true;
-}
-
-/* What a thread waits for. Of two ranks only one is awaited. */
-template <int max_ranks> struct kvpn_few_awaited {
-    enum { slots = max_ranks == 2 ? 1 : max_ranks };
-    char *first;
-    uint32_t which;
-    uint4 v[max_ranks]; /* v[max_ranks - 1] of two ranks: the own one */
-};
-
-/* Returns false if not all addends are here soon. */
-template <class T, int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_few_poll(const kvpn_norm_params &p, const kvpn_thread &me, const kvpn_norm_token<form> &t,
-                                      kvpn_few_awaited<max_ranks> &a)
-{
-    const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0;
-    a.first = p.peer[0] + kvpn_slot_offset(p, me, 0, from, kvpn_few_slot<form>(p, me, t.token));
-    a.which = !kvpn_norm_has<form>(p, me, 0) ? 0 : max_ranks == 2 ? 1 : kvpn_other_ranks(p);
-    if (max_ranks > 2)
-        kvpn_init_sum<T, max_ranks>(p, t.r[0], a.v);
-    else
-        a.v[0] = uint4{0, 0, 0, 0}, a.v[1] = t.r[0]; /* the first: for a thread without a pack */
-    KVPRIM_NCCL_UNROLL_BY(1)
-    for (uint32_t polls = 0; polls < kvpn_polls_per_page_check && me.stop_reason == 0; polls++) {
-        uint32_t largest = 0;
+    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
+    const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
+    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
+    if (usual) {
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < a.slots; r++)
-            if (a.which >> r & 1)
-                a.v[r] = kvpn_load_slot(a.first + (size_t)r * p.sender_bytes);
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
+    } else {
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < a.slots; r++)
-            largest = kvpn_max_u32(largest, kvpn_largest_word<false>(a.v[r]));
-        if (largest != kvpn_empty_word)
-            return true;
+        for (int e = 0; e < 8; e++)
+            f[e] = __fdiv_rn(f[e], scale);
     }
-    return false;
-}
-
-/* For those that have polled in vain. Returns false if this rank stopped. */
-template <int max_ranks>
-KVPRIM_NCCL_DEVICE bool kvpn_few_wait(const kvpn_norm_params &p, kvpn_thread &me, kvpn_few_awaited<max_ranks> &a)
-{
-    enum { slots = kvpn_few_awaited<max_ranks>::slots };
-    uint4(&awaited)[slots] = *(uint4(*)[slots])a.v;
-    return me.stop_reason == 0 &&
-           kvpn_wait_for_slots<slots, false>(p, me, a.first, p.sender_bytes, a.which,
-                                             max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, awaited);
-}
-
-/* Empties the slots. Returns the sum. */
-template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE uint4 kvpn_few_sum(const kvpn_norm_params &p, const kvpn_few_awaited<max_ranks> &a)
-{
-    kvpn_clear_slots<kvpn_few_awaited<max_ranks>::slots>(a.first, p.sender_bytes, a.which);
-    return kvpn_sum_packs<T, max_ranks>(a.v);
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* >>impl_norm_kernel -- the norm's kernels, and which form of them a launch takes */
-
-/* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
-   one again has met all others after they read it. */
-template <kvpn_norm_form form> struct alignas(16) kvpn_norm_meeting {
-    float found[2][kvpn_norm_is<form>::groups];
-};
-
 /* A cluster of blocks. All its threads meet at a barrier: they arrive, and wait for the others. at_start: orders no
    memory. */
 KVPRIM_NCCL_DEVICE void kvpn_cluster_arrive(bool at_start)
@@ -2362,188 +2013,494 @@ KVPRIM_NCCL_DEVICE void kvpn_cluster_store(float *at, uint32_t block, float valu
             "r"(block), "f"(value)
             : "memory");
 }
+#endif
 
-/* The threads of a row meet; `groups` then holds what each of its warps has found. A form without other rows needs no
-   barrier of its own. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_meet(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
-                                       const float (&found)[kvpn_norm_is<form>::packs])
-{
-    const uint32_t lane = me.thread % kvpn_norm_lanes;
-    if (form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits)) {
-        if (lane >> p.share_bits == 0)
-            kvpn_cluster_store(groups + me.thread / kvpn_norm_lanes, lane, found[0]);
-        kvpn_cluster_arrive(false);
-        kvpn_cluster_wait();
-        return;
-    }
-    if (lane == 0) {
-        groups[me.thread / kvpn_norm_lanes] = found[0];
-        if (kvpn_norm_is<form>::packs == 2)
-            groups[kvpn_norm_pack(me, 1) / kvpn_norm_lanes] = found[kvpn_norm_is<form>::packs - 1];
-    }
-    if ((int)kvpn_norm_is<form>::rows == 1 || blockDim.y == 1)
-        __syncthreads();
-    else
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
-}
+/* What a thread does with a token of its row. T: the element type; max_ranks: of kvpn_few_kernel, or any. me.thread
+   counts on from block to block of a cluster. */
+template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
+    typedef kvpn_norm_is<form> is;
+    typedef kvpn_norm_params params;
+    typedef const kvpn_thread thread;
+    enum { packs = is::packs, usual = is::usual };
 
-/* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
-                                         const kvpn_norm_token<form> &t)
-{
-    const uint32_t at = me.thread % kvpn_norm_lanes;
-    float found[kvpn_norm_is<form>::packs];
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        found[k] = t.squares[k];
+    /* A thread's part of one token. r is the addend, s, r and y, one after another. */
+    struct token {
+        uint32_t token;
+        uint4 r[packs], residual[packs], weight[packs];
+        float squares[packs]; /* of each pack, added */
+        float scale;
+    };
+
+    KVPRIM_NCCL_DEVICE bool quantises(const params &p)
+    {
+        return !usual && p.quantised;
+    }
+
+    /* The number of the thread's pack k. */
+    KVPRIM_NCCL_DEVICE uint32_t pack(thread &me, uint32_t k)
+    {
+        return k * me.threads + me.thread;
+    }
+
+    /* Whether the thread has a pack k. */
+    KVPRIM_NCCL_DEVICE bool has(const params &p, thread &me, uint32_t k)
+    {
+        return !is::partial || pack(me, k) < p.row_packs;
+    }
+
+    KVPRIM_NCCL_DEVICE uint4 load(const params &p, thread &me, const void *from, uint32_t row, int64_t stride,
+                                  uint32_t k)
+    {
+        const char *const at = (const char *)from + (int64_t)row * stride;
+        return has(p, me, k) ? ((const uint4 *)at)[pack(me, k)] : uint4{0, 0, 0, 0};
+    }
+
+    KVPRIM_NCCL_DEVICE void store(const params &p, thread &me, void *to, const token &t, int64_t stride, uint32_t k)
+    {
+        if (has(p, me, k))
+            ((uint4 *)((char *)to + (int64_t)t.token * stride))[pack(me, k)] = t.r[k];
+    }
+
+    /* What a token needs besides s. */
+    KVPRIM_NCCL_DEVICE void prepare(const params &p, thread &me, token &t)
+    {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            t.weight[k] = load(p, me, p.weight, 0, 0, k);
+            t.residual[k] =
+                usual || p.residual ? load(p, me, p.residual, t.token, p.residual_stride, k) : uint4{0, 0, 0, 0};
+        }
+        t.scale = quantises(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
+    }
+
+    /* s from memory, and what else a token needs. */
+    KVPRIM_NCCL_DEVICE void begin_alone(const params &p, thread &me, token &t)
+    {
+        t.token = me.block;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            t.r[k] = load(p, me, p.send, t.token, p.send_stride, k);
+        prepare(p, me, t);
+    }
+
+    /* r from s, and the squares. */
+    KVPRIM_NCCL_DEVICE void add(const params &p, thread &me, token &t)
+    {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            float f[8];
+            if (!usual && p.sum)
+                store(p, me, p.sum, t, p.sum_stride, k);
+            if (usual || p.residual)
+                t.r[k] = kvpn_add_packs<T>(t.r[k], t.residual[k]);
+            if (usual || p.residual_out)
+                store(p, me, p.residual_out, t, p.residual_out_stride, k);
+            kvpn_split_pack<T>(t.r[k], f);
+            t.squares[k] = 0;
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
+        }
+    }
+
+    /* y from r. total: of all squares. */
+    KVPRIM_NCCL_DEVICE void multiply(const params &p, thread &me, float total, token &t)
+    {
+        const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            float f[8], w[8];
+            kvpn_split_pack<T>(t.r[k], f);
+            kvpn_split_pack<T>(t.weight[k], w);
+            if (!usual && p.weight_plus_one) {
+                KVPRIM_NCCL_UNROLL
+                for (int e = 0; e < 8; e++)
+                    w[e] = __fadd_rn(w[e], 1.0f);
+            }
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
+            t.r[k] = kvpn_join_pack<T>(f);
+            if (usual || p.out)
+                store(p, me, p.out, t, p.out_stride, k);
+        }
+    }
+
+    /* The bits of the largest |y| of the thread's pack k, if it has one, and of `most`. */
+    KVPRIM_NCCL_DEVICE uint32_t most_of(const params &p, thread &me, const token &t, uint32_t k, uint32_t most)
+    {
+        float f[8];
+        if (!has(p, me, k))
+            return most;
+        kvpn_split_pack<T>(t.r[k], f);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            most = kvpi_tile_most(most, f[e]);
+        return most;
+    }
+
+    /* Of the thread's pack, if its token or group has one. */
+    KVPRIM_NCCL_DEVICE void write_scale(const params &p, const token &t, uint32_t pack, float scale)
+    {
+        const uint32_t group = pack / kvpn_norm_group_packs;
+        char *const row = (char *)p.scale + t.token * p.scale_stride;
+        if (p.scales == kvpn_of_tensor || pack % kvpn_norm_group_packs || (p.scales == kvpn_of_token && pack))
+            return;
+        if (p.scales == kvpn_of_groups_exponents)
+            row[group / 4 * p.scale_group_stride + group % 4] = (char)(kvpi_bits_of(scale) >> 23);
+        else
+            *(float *)(row + group * p.scale_group_stride) = scale;
+    }
+
+    /* q from y. most: of each pack's token or group, if that has a scale of its own. */
+    KVPRIM_NCCL_DEVICE void quantise(const params &p, thread &me, const uint32_t *most, const token &t)
+    {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            const uint32_t number = pack(me, k);
+            float f[8], scale = t.scale;
+            if (!has(p, me, k))
+                continue;
+            if (p.scales != kvpn_of_tensor)
+                scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most[k]), 448.0f), p.scale_min,
+                                        p.scales >= kvpn_of_groups_powers);
+            kvpn_split_pack<T>(t.r[k], f);
+            kvpn_norm_divide(f, scale);
+            ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[number] =
+                uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
+            write_scale(p, t, number, scale);
+        }
+    }
+
+    /* What follows is of kvpn_few_kernel. */
+    struct awaited { /* Of two ranks only one is awaited. */
+        enum { slots = max_ranks == 2 ? 1 : max_ranks };
+        char *first;
+        uint32_t which;
+        uint4 v[max_ranks]; /* v[max_ranks - 1] of two ranks: the own one */
+    };
+
+    /* What a thread loads of its next token before it waits for one. Four ranks leave no registers for it: there it is
+       loaded later. */
+    struct later {
+        enum { early = max_ranks != 4 };
+        uint4 own, residual;
+    };
+
+    /* The first token of the block, or of its cluster. */
+    KVPRIM_NCCL_DEVICE uint32_t first_token(const params &p, thread &me)
+    {
+        const uint32_t number = is::in_clusters ? me.block >> p.share_bits : me.block;
+        return usual ? number : number * p.block_packs;
+    }
+
+    /* The end of its tokens, where they take turns. */
+    KVPRIM_NCCL_DEVICE uint32_t end_of_tokens(const params &p, thread &me)
+    {
+        const uint32_t end = first_token(p, me) + p.block_packs;
+        return end < p.tokens ? end : p.tokens;
+    }
+
+    /* Where the thread's slot for a token lies that rank `from` fills. me.thread counts from the first block of a
+       cluster, slots from this block's: hence minus part, which may wrap around on the way. */
+    KVPRIM_NCCL_DEVICE uint32_t offset(const params &p, thread &me, uint32_t from, uint32_t token)
+    {
+        const uint32_t part = is::in_clusters ? me.block & ((1u << p.share_bits) - 1) : 0,
+                       row = usual         ? 0
+                             : is::in_turn ? token - first_token(p, me)
+                                           : me.role;
+        return kvpn_slot_offset(p, me, 0, from, me.thread + (row - part) * me.threads);
+    }
+
+    KVPRIM_NCCL_DEVICE void send(const params &p, uint32_t offset, uint4 v)
+    {
+        kvpn_store_slot(p.peer[1] + offset, kvpn_replace_empty(v));
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 2; k < max_ranks; k++)
+            if (k < p.world)
+                kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
+    }
+
+    /* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no
+       token. */
+    KVPRIM_NCCL_DEVICE bool begin(const params &p, kvpn_thread &me, token &t)
+    {
+        t.token = first_token(p, me) + (usual ? 0 : me.role);
+        if (!usual && t.token >= (is::in_turn ? end_of_tokens(p, me) : p.tokens))
+            return false;
+        /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch,
+           and the compiler would load the pack only after it. A thread without a pack sends where kvpn_send_offset lets
+           those send that have stopped. */
+        const uint32_t at = offset(p, me, p.rank, t.token);
+        t.r[0] = load(p, me, p.send, t.token, p.send_stride, 0);
+        kvpn_take_turn(p, me, me.thread);
+        const bool stays = me.stop_reason || !has(p, me, 0);
+        send(p, stays ? 2 * p.turn_bytes : at + me.turn * p.turn_bytes, t.r[0]);
+        prepare(p, me, t);
+        return true;
+    }
+
+    /* Whether the row has a next token. */
+    KVPRIM_NCCL_DEVICE bool goes_on(const params &p, thread &me, const token &t)
+    {
+        return is::in_turn && t.token + p.rows < end_of_tokens(p, me);
+    }
+
+    KVPRIM_NCCL_DEVICE void look_ahead(const params &p, thread &me, const token &t, later &l)
+    {
+        if (!later::early || !goes_on(p, me, t))
+            return;
+        l.own = load(p, me, p.send, t.token + p.rows, p.send_stride, 0);
+        if (p.residual)
+            l.residual = load(p, me, p.residual, t.token + p.rows, p.residual_stride, 0);
+    }
+
+    /* Sends this rank's addend of the next token. */
+    KVPRIM_NCCL_DEVICE void send_next(const params &p, thread &me, const token &t, const later &l)
+    {
+        const uint32_t next = t.token + p.rows;
+        if (!goes_on(p, me, t))
+            return;
+        const bool stays = me.stop_reason || !has(p, me, 0);
+        send(p, stays ? 2 * p.turn_bytes : offset(p, me, p.rank, next),
+             l.early ? l.own : load(p, me, p.send, next, p.send_stride, 0));
+    }
+
+    /* Goes on to the next token. Returns false if there is none. */
+    KVPRIM_NCCL_DEVICE bool next(const params &p, thread &me, token &t, const later &l)
+    {
+        if (!goes_on(p, me, t))
+            return false;
+        t.token += p.rows;
+        t.r[0] = l.early ? l.own : load(p, me, p.send, t.token, p.send_stride, 0);
+        if (p.residual)
+            t.residual[0] = later::early ? l.residual : load(p, me, p.residual, t.token, p.residual_stride, 0);
+        return true;
+    }
+
+    /* Returns false if not all addends are here soon. */
+    KVPRIM_NCCL_DEVICE bool poll(const params &p, thread &me, const token &t, awaited &a)
+    {
+        const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0;
+        a.first = p.peer[0] + offset(p, me, from, t.token);
+        a.which = !has(p, me, 0) ? 0 : max_ranks == 2 ? 1 : kvpn_other_ranks(p);
+        if (max_ranks > 2)
+            kvpn_init_sum<T, max_ranks>(p, t.r[0], a.v);
+        else
+            a.v[0] = uint4{0, 0, 0, 0}, a.v[1] = t.r[0]; /* the first: for a thread without a pack */
+        KVPRIM_NCCL_UNROLL_BY(1)
+        for (uint32_t polls = 0; polls < kvpn_polls_per_page_check && me.stop_reason == 0; polls++) {
+            uint32_t largest = 0;
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t r = 0; r < a.slots; r++)
+                if (a.which >> r & 1)
+                    a.v[r] = kvpn_load_slot(a.first + (size_t)r * p.sender_bytes);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t r = 0; r < a.slots; r++)
+                largest = kvpn_max_u32(largest, kvpn_largest_word<false>(a.v[r]));
+            if (largest != kvpn_empty_word)
+                return true;
+        }
+        return false;
+    }
+
+    /* For those that have polled in vain. Returns false if this rank stopped. */
+    KVPRIM_NCCL_DEVICE bool wait(const params &p, kvpn_thread &me, awaited &a)
+    {
+        uint4(&some)[awaited::slots] = *(uint4(*)[awaited::slots])a.v;
+        return me.stop_reason == 0 &&
+               kvpn_wait_for_slots<awaited::slots, false>(p, me, a.first, p.sender_bytes, a.which,
+                                                          max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, some);
+    }
+
+    /* Empties the slots. Returns the sum. */
+    KVPRIM_NCCL_DEVICE uint4 sum(const params &p, const awaited &a)
+    {
+        kvpn_clear_slots<awaited::slots>(a.first, p.sender_bytes, a.which);
+        return kvpn_sum_packs<T, max_ranks>(a.v);
+    }
+
+#ifndef KVPRIM_NCCL_EMULATE
+    /* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes
+       to one again has met all others after they read it. */
+    struct alignas(16) meeting {
+        float found[2][is::groups];
+    };
+
+    KVPRIM_NCCL_DEVICE bool in_cluster(const params &p)
+    {
+        return form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
+    }
+
+    /* The threads of a row meet; `groups` then holds what each of its warps has found. A form without other rows needs
+       no barrier of its own. */
+    KVPRIM_NCCL_DEVICE void meet(const params &p, thread &me, float *groups, const float (&found)[packs])
+    {
+        const uint32_t lane = me.thread % kvpn_norm_lanes;
+        if (in_cluster(p)) {
+            if (lane >> p.share_bits == 0)
+                kvpn_cluster_store(groups + me.thread / kvpn_norm_lanes, lane, found[0]);
+            kvpn_cluster_arrive(false);
+            kvpn_cluster_wait();
+            return;
+        }
+        if (lane == 0) {
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < packs; k++)
+                groups[pack(me, k) / kvpn_norm_lanes] = found[k];
+        }
+        if ((int)is::rows == 1 || blockDim.y == 1)
+            __syncthreads();
+        else
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
+    }
+
+    /* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
+    KVPRIM_NCCL_DEVICE float total(const params &p, thread &me, float *groups, const token &t)
+    {
+        const uint32_t at = me.thread % kvpn_norm_lanes;
+        float found[packs];
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            found[k] = t.squares[k];
+            KVPRIM_NCCL_UNROLL
+            for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+                found[k] = __fadd_rn(found[k], __shfl_xor_sync(0xffffffff, found[k], lane));
+        }
+        meet(p, me, groups, found);
+        float all = is::two_groups ? __fadd_rn(groups[2 * at], groups[2 * at + 1]) : groups[at];
         KVPRIM_NCCL_UNROLL
         for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
-            found[k] = __fadd_rn(found[k], __shfl_xor_sync(0xffffffff, found[k], lane));
+            all = __fadd_rn(all, __shfl_xor_sync(0xffffffff, all, lane));
+        return all;
     }
-    kvpn_norm_meet<form>(p, me, groups, found);
-    float total = kvpn_norm_is<form>::two_groups ? __fadd_rn(groups[2 * at], groups[2 * at + 1]) : groups[at];
-    KVPRIM_NCCL_UNROLL
-    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
-        total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, lane));
-    return total;
-}
 
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest_of_warp(uint32_t most)
-{
-    KVPRIM_NCCL_UNROLL
-    for (int distance = 1; distance < kvpn_norm_lanes; distance *= 2)
-        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
-    return most;
-}
-
-/* The largest of all threads' bits, for each pack. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_largest(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
-                                          uint32_t largest, uint32_t *most)
-{
-    const uint32_t at = me.thread % kvpn_norm_lanes;
-    float found[kvpn_norm_is<form>::packs];
-    largest = kvpn_norm_largest_of_warp(largest);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
-        found[k] = __uint_as_float(largest);
-    kvpn_norm_meet<form>(p, me, groups, found);
-    largest =
-        kvpn_norm_largest_of_warp(kvpn_norm_is<form>::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]),
-                                                                                __float_as_uint(groups[2 * at + 1]))
-                                                                 : __float_as_uint(groups[at]));
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
-        most[k] = largest;
-}
-
-/* The same of each of the thread's packs' groups. A warp has whole groups. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_largest_of_groups(const kvpn_norm_params &p, const kvpn_thread &me,
-                                                    const kvpn_norm_token<form> &t, uint32_t *most)
-{
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        most[k] = kvpn_norm_has<form>(p, me, k) ? kvpn_norm_most<T>(0, t.r[k]) : 0;
+    /* The largest of `lanes` neighbours. */
+    template <int lanes> KVPRIM_NCCL_DEVICE uint32_t largest_of(uint32_t most)
+    {
         KVPRIM_NCCL_UNROLL
-        for (int distance = 1; distance < kvpn_norm_group_packs; distance *= 2)
-            most[k] = kvpn_max_u32(most[k], __shfl_xor_sync(0xffffffff, most[k], distance));
+        for (int distance = 1; distance < lanes; distance *= 2)
+            most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
+        return most;
     }
-}
 
-/* Empties what no warp will write: there may be fewer warps than kvpn_norm_total reads of. In a cluster, another block
-   may already have written the rest. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_clear(const kvpn_norm_params &p, const kvpn_thread &me,
-                                        kvpn_norm_meeting<form> &meeting)
-{
-    enum { groups = kvpn_norm_is<form>::groups, two_groups = kvpn_norm_is<form>::two_groups };
-    const uint32_t written = me.threads / kvpn_norm_lanes * kvpn_norm_is<form>::packs << p.share_bits;
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = threadIdx.x; k < groups && threadIdx.x < kvpn_norm_lanes; k += kvpn_norm_lanes)
-        if (!two_groups || k >= written) {
-            meeting.found[0][k] = 0;
-            if (form != kvpn_norm_plain) /* which meets once */
-                meeting.found[1][k] = 0;
+    /* The bits of the largest |y| of the token, for each pack. */
+    KVPRIM_NCCL_DEVICE void largest(const params &p, thread &me, float *groups, const token &t, uint32_t *most)
+    {
+        const uint32_t at = me.thread % kvpn_norm_lanes;
+        float found[packs];
+        uint32_t all = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            all = most_of(p, me, t, k, all);
+        all = largest_of<kvpn_norm_lanes>(all);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            found[k] = __uint_as_float(all);
+        meet(p, me, groups, found);
+        all = largest_of<kvpn_norm_lanes>(
+            is::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]), __float_as_uint(groups[2 * at + 1]))
+                           : __float_as_uint(groups[at]));
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            most[k] = all;
+    }
+
+    /* Empties what no warp will write: there may be fewer warps than total() reads of. In a cluster, another block may
+       already have written the rest. */
+    KVPRIM_NCCL_DEVICE void clear(const params &p, thread &me, meeting &m)
+    {
+        const uint32_t written = me.threads / kvpn_norm_lanes * packs << p.share_bits;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = threadIdx.x; k < is::groups && threadIdx.x < kvpn_norm_lanes; k += kvpn_norm_lanes)
+            if (!is::two_groups || k >= written) {
+                m.found[0][k] = 0;
+                if (form != kvpn_norm_plain) /* which meets once */
+                    m.found[1][k] = 0;
+            }
+    }
+
+    /* What follows s in t.r. A warp has whole groups. */
+    KVPRIM_NCCL_DEVICE void finish(const params &p, thread &me, meeting &m, uint32_t &meetings, token &t)
+    {
+        uint32_t most[packs] = {};
+        add(p, me, t);
+        multiply(p, me, total(p, me, m.found[meetings++ % 2], t), t);
+        if (!quantises(p))
+            return;
+        if (p.scales == kvpn_of_token) {
+            largest(p, me, m.found[meetings++ % 2], t, most);
+        } else if (p.scales != kvpn_of_tensor) {
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < packs; k++)
+                most[k] = largest_of<kvpn_norm_group_packs>(most_of(p, me, t, k, 0));
         }
-}
+        quantise(p, me, most, t);
+    }
+#endif
+};
 
-/* What follows s in t.r. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_thread &me,
-                                         kvpn_norm_meeting<form> &meeting, uint32_t &meetings, kvpn_norm_token<form> &t)
-{
-    uint32_t most[kvpn_norm_is<form>::packs] = {};
-    kvpn_norm_add<T>(p, me, t);
-    kvpn_norm_multiply<T>(p, me, kvpn_norm_total(p, me, meeting.found[meetings++ % 2], t), t);
-    if (!kvpn_norm_is<form>::quantised(p))
-        return;
-    if (p.scales == kvpn_of_token)
-        kvpn_norm_largest<form>(p, me, meeting.found[meetings++ % 2], kvpn_norm_most<T>(p, me, t), most);
-    else if (p.scales != kvpn_of_tensor)
-        kvpn_norm_largest_of_groups<T>(p, me, t, most);
-    kvpn_norm_quantise<T>(p, me, most, t);
-}
+#ifndef KVPRIM_NCCL_EMULATE
+/* >>impl_norm_kernel -- the norm's kernels, and which form of them a launch takes */
 
-/* The norm alone. The block's threads meet before they read what kvpn_norm_clear writes. */
+/* The norm alone. The block's threads meet before they read what clear() writes. */
 template <class T>
 static __global__ __launch_bounds__(kvpn_max_threads,
                                     1) void kvpn_norm_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
-    __shared__ kvpn_norm_meeting<kvpn_norm_alone> meeting;
+    typedef kvpn_norm<T, 1, kvpn_norm_alone> norm;
+    __shared__ typename norm::meeting meeting;
     const kvpn_thread me = {blockIdx.x, 0, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
-    kvpn_norm_token<kvpn_norm_alone> t;
+    typename norm::token t;
     uint32_t meetings = 0;
     kvpn_wait_for_predecessor(p);
-    kvpn_norm_begin(p, me, t);
-    kvpn_norm_clear(p, me, meeting);
-    kvpn_norm_finish<T>(p, me, meeting, meetings, t);
+    norm::begin_alone(p, me, t);
+    norm::clear(p, me, meeting);
+    norm::finish(p, me, meeting, meetings, t);
 }
 
-/* See >>impl_norm_few. In a cluster, me.thread counts on from block to block, and each block has its own turn. Its
-   barrier costs nothing: the row waits for the other ranks anyway. A warp that has polled in vain waits and sums in code
-   of its own, so that the others' sum has no branches. What follows has barriers, so it must be the same code for all
-   warps of a block. */
+/* See >>impl_norm_few. In a cluster, each block has its own turn, and the barrier that ends it costs nothing: the row
+   waits for the other ranks anyway. A warp that has polled in vain waits and sums in code of its own, so that the
+   others' sum has no branches. What follows has barriers, so it must be the same code for all warps of a block. */
 template <class T, int max_ranks, kvpn_norm_form form>
 static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_few_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
-    __shared__ kvpn_norm_meeting<form> meetings_of[kvpn_norm_is<form>::rows];
-    kvpn_thread me = {blockIdx.x, kvpn_norm_is<form>::usual ? 0 : threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
-    kvpn_norm_token<form> t;
-    kvpn_few_awaited<max_ranks> a;
-    kvpn_few_later<max_ranks> later;
+    typedef kvpn_norm<T, max_ranks, form> norm;
+    __shared__ typename norm::meeting meetings_of[norm::is::rows];
+    kvpn_thread me = {blockIdx.x, norm::usual ? 0 : threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    typename norm::token t;
+    typename norm::awaited a;
+    typename norm::later later;
     uint32_t meetings = 0;
-    const bool in_cluster = form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
+    const bool in_cluster = norm::in_cluster(p);
     kvpn_wait_for_predecessor(p);
     if (in_cluster) {
         kvpn_cluster_arrive(true);
         me.thread += (me.block & ((1u << p.share_bits) - 1)) * me.threads;
     }
-    const bool has = kvpn_few_begin<max_ranks>(p, me, t);
-    kvpn_norm_clear(p, me, meetings_of[me.role]);
+    const bool has = norm::begin(p, me, t);
+    norm::clear(p, me, meetings_of[me.role]);
     kvpn_end_turn(p, me);
     if (in_cluster)
         kvpn_cluster_wait();
     if (!has)
         return;
     do {
-        kvpn_few_look_ahead(p, me, t, later);
-        const bool here = kvpn_few_poll<T>(p, me, t, a);
+        norm::look_ahead(p, me, t, later);
+        const bool here = norm::poll(p, me, t, a);
         if (KVPRIM_LIKELY(__all_sync(0xffffffff, here))) {
-            t.r[0] = kvpn_few_sum<T>(p, a);
+            t.r[0] = norm::sum(p, a);
         } else {
-            if (here || kvpn_few_wait(p, me, a))
-                t.r[0] = kvpn_few_sum<T>(p, a);
+            if (here || norm::wait(p, me, a))
+                t.r[0] = norm::sum(p, a);
             else /* at once: the row's other threads may wait for long */
                 kvpn_stop_rank(p, me);
             __syncwarp();
         }
-        kvpn_few_send_next(p, me, t, later);
-        kvpn_norm_finish<T>(p, me, meetings_of[me.role], meetings, t);
-    } while (kvpn_few_next(p, me, t, later));
+        norm::send_next(p, me, t, later);
+        norm::finish(p, me, meetings_of[me.role], meetings, t);
+    } while (norm::next(p, me, t, later));
 }
 
 /* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two forms. */
@@ -4547,7 +4504,7 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
     p->per_rank = 1.0 / c->comm->world;
 }
 
-/* Reduces in one launch, or in several if the tensor is larger than the slots. Or gathers few bytes, by kvpn_by_gather. */
+/* Reduces in one launch, or in several if the tensor is larger than the slots; or gathers few bytes (kvpn_by_gather). */
 static kvprim_status kvpn_launch_packs(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
