@@ -4504,7 +4504,8 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
     p->per_rank = 1.0 / c->comm->world;
 }
 
-/* Reduces in one launch, or in several if the tensor is larger than the slots; or gathers few bytes (kvpn_by_gather). */
+/* Reduces in one launch, or in several if the tensor is larger than the slots; or gathers few bytes, by
+   kvpn_by_gather. */
 static kvprim_status kvpn_launch_packs(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
