@@ -789,24 +789,32 @@ template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_largest_word(uint4 v)
     return flagged ? flags : kvpn_max_u32(flags, kvpn_max_u32(v.x, v.z));
 }
 
-/* Of max_slots slots that lie `step` bytes apart, reads those whose bit is set in `which` until all of them have
-   arrived. Leaves v alone for the others, where it must not be empty. Issues all loads together, because one takes
-   longer than some hundred instructions. sender: the rank that fills them; -1: rank r fills slot r. Returns false if
-   this rank stopped. */
+/* Of max_slots slots that lie `step` bytes apart, loads those whose bit is set in `which`, all together, because one
+   load takes longer than some hundred instructions. Leaves v alone for the others, where it must not be empty. Returns
+   whether all have arrived. */
+template <int max_slots, bool flagged>
+KVPRIM_NCCL_DEVICE bool kvpn_poll_slots(const char *first, uint32_t step, uint32_t which, uint4 *v)
+{
+    uint32_t largest = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t r = 0; r < max_slots; r++)
+        if (which >> r & 1)
+            v[r] = kvpn_load_slot(first + (size_t)r * step);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t r = 0; r < max_slots; r++)
+        largest = kvpn_max_u32(largest, kvpn_largest_word<flagged>(v[r]));
+    return largest != kvpn_empty_word;
+}
+
+/* Polls until all have arrived. sender: the rank that fills the slots; -1: rank r fills slot r. Returns false if this
+   rank stopped. */
 template <int max_slots, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &me, const char *first, uint32_t step,
-                                            uint32_t which, int32_t sender, uint4 (&v)[max_slots])
+                                            uint32_t which, int32_t sender, uint4 *v)
 {
     for (;;) {
-        uint32_t largest = 0, late = 0;
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < max_slots; r++)
-            if (which >> r & 1)
-                v[r] = kvpn_load_slot(first + (size_t)r * step);
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < max_slots; r++)
-            largest = kvpn_max_u32(largest, kvpn_largest_word<flagged>(v[r]));
-        if (largest != kvpn_empty_word) {
+        uint32_t late = 0;
+        if (kvpn_poll_slots<max_slots, flagged>(first, step, which, v)) {
             me.polls = 0;
             return true;
         }
@@ -1736,12 +1744,6 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
         return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
     }
 
-    /* As kvpn_send_offset. */
-    KVPRIM_NCCL_DEVICE uint32_t send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round, uint32_t k)
-    {
-        return me.stop_reason ? 2 * p.turn_bytes : offset(p, me, p.rank, round, k);
-    }
-
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
     {
@@ -1752,7 +1754,8 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
     KVPRIM_NCCL_DEVICE void store(const kvpn_parts_params &p, const kvpn_thread &me, uint32_t round, uint32_t k,
                                   uint4 v)
     {
-        const uint32_t at = send_offset(p, me, round, k);
+        const uint32_t at =
+            me.stop_reason ? 2 * p.turn_bytes : offset(p, me, p.rank, round, k); /* as kvpn_send_offset */
         if (gathers)
             kvpn_store_to_peers<kvpn_max_world>(p, at, v);
         else
@@ -2290,15 +2293,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             a.v[0] = uint4{0, 0, 0, 0}, a.v[1] = t.r[0]; /* the first: for a thread without a pack */
         KVPRIM_NCCL_UNROLL_BY(1)
         for (uint32_t polls = 0; polls < kvpn_polls_per_page_check && me.stop_reason == 0; polls++) {
-            uint32_t largest = 0;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t r = 0; r < a.slots; r++)
-                if (a.which >> r & 1)
-                    a.v[r] = kvpn_load_slot(a.first + (size_t)r * p.sender_bytes);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t r = 0; r < a.slots; r++)
-                largest = kvpn_max_u32(largest, kvpn_largest_word<false>(a.v[r]));
-            if (largest != kvpn_empty_word)
+            if (kvpn_poll_slots<awaited::slots, false>(a.first, p.sender_bytes, a.which, a.v))
                 return true;
         }
         return false;
@@ -2307,10 +2302,9 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     /* For those that have polled in vain. Returns false if this rank stopped. */
     KVPRIM_NCCL_DEVICE bool wait(const params &p, kvpn_thread &me, awaited &a)
     {
-        uint4(&some)[awaited::slots] = *(uint4(*)[awaited::slots])a.v;
         return me.stop_reason == 0 &&
                kvpn_wait_for_slots<awaited::slots, false>(p, me, a.first, p.sender_bytes, a.which,
-                                                          max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, some);
+                                                          max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, a.v);
     }
 
     /* Empties the slots. Returns the sum. */
