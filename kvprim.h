@@ -1168,11 +1168,11 @@ KVPRIM_ANYWHERE int32_t kvpi_fetch_empty(const kvpi_fetch_layout *l, int64_t w)
 
    A new element type touches
        here              the enum (>>dtype), kvpi_to_ and kvpi_of_ its name, kvpi_dtype_bytes() to kvpi_to_element(),
-                         KVPRIM_NARROW_LIST or _FOUR_BIT_LIST, kvpi_converts(); the table of >>format
+                         KVPRIM_NARROW_LIST, kvpi_converts(); the table of >>format
        kvprim_cuda.cuh   kvpc_decode_word(), kvpc_encode_word(), KVPRIM_BY_TYPE or KVPRIM_BY_PACKED_TYPE. Kernels of
                          plain rows know fewer types: kvpc_is_plain_conversion()
-       kvprim_nccl.h     kvpn_type_of(); if own kernels reduce it, kvpn_has_kernels(), a struct of >>impl_pack, its bit
-                         beside kvpn_is_f32, kvpn_set_what(), kvpn_reduction<kvpn_any>. Its all ones must be a NaN */
+       kvprim_nccl.h     kvpn_type_of(); if own kernels reduce it, a struct of >>impl_pack, its bit beside kvpn_is_f32,
+                         kvpn_reduction<kvpn_any>. Its all ones must be a NaN */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_ELEMENTS)) &&             \
     !defined(KVPRIM_ELEMENT)
 
@@ -3540,21 +3540,6 @@ static kvprim_status kvpi_finish_moves(kvprim_status status, kvprim_move *moves,
     return status;
 }
 
-KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves)
-{
-    return kvpi_finish_moves(kvpi_check_gather(desc, moves), moves, 1);
-}
-
-KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves)
-{
-    return kvpi_finish_moves(kvpi_check_store(desc, moves), moves, 2);
-}
-
-KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves)
-{
-    return kvpi_finish_moves(kvpi_check_transfer(desc, moves), moves, 1);
-}
-
 /* >>impl_cpu_move -- the executor: `rejected`, zero fill, copies */
 
 enum {
@@ -3784,88 +3769,67 @@ enum { kvpi_block = 64 };
 /* What is done with a number between decoding and encoding it. */
 typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
 
-/* Copies n elements of `bytes` each into a block, whose rest becomes 0. A memcpy of a constant size is no call. */
-KVPRIM_INLINE void kvpi_read_elements(void *block, const char *src, size_t n, size_t bytes)
+/* Elements of less than 32 bits: their type, that of the bits that hold `packed` of them, and the name in kvpi_of_ and
+   kvpi_to_. */
+#define KVPRIM_NARROW_LIST(X)                                                                                          \
+    X(KVPRIM_F16, uint16_t, 1, f16)                                                                                    \
+    X(KVPRIM_BF16, uint16_t, 1, bf16)                                                                                  \
+    X(KVPRIM_F8E4M3, uint8_t, 1, e4m3)                                                                                 \
+    X(KVPRIM_F8E5M2, uint8_t, 1, e5m2)                                                                                 \
+    X(KVPRIM_INT8, uint8_t, 1, int8)                                                                                   \
+    X(KVPRIM_F4E2M1, uint8_t, 2, e2m1)                                                                                 \
+    X(KVPRIM_INT4, uint8_t, 2, int4)
+
+/* Copies a block's first n of `all` bytes, whose rest becomes 0. A memcpy of a constant size is no call. */
+KVPRIM_INLINE void kvpi_read_block(void *block, const char *src, size_t n, size_t all)
 {
-    if (n == kvpi_block) {
-        memcpy(block, src, kvpi_block * bytes);
+    if (n == all) {
+        memcpy(block, src, all);
     } else {
-        memset(block, 0, kvpi_block * bytes);
-        memcpy(block, src, n * bytes);
+        memset(block, 0, all);
+        memcpy(block, src, n);
     }
 }
 
-KVPRIM_INLINE void kvpi_write_elements(char *dst, const void *block, size_t n, size_t bytes)
+KVPRIM_INLINE void kvpi_write_block(char *dst, const void *block, size_t n, size_t all)
 {
-    if (n == kvpi_block)
-        memcpy(dst, block, kvpi_block * bytes);
+    if (n == all)
+        memcpy(dst, block, all);
     else
-        memcpy(dst, block, n * bytes);
+        memcpy(dst, block, n);
 }
-
-/* Elements of less than 32 bits: their type, their bits, and the name in kvpi_of_ and kvpi_to_. */
-#define KVPRIM_NARROW_LIST(X)                                                                                          \
-    X(KVPRIM_F16, uint16_t, f16)                                                                                       \
-    X(KVPRIM_BF16, uint16_t, bf16)                                                                                     \
-    X(KVPRIM_F8E4M3, uint8_t, e4m3)                                                                                    \
-    X(KVPRIM_F8E5M2, uint8_t, e5m2)                                                                                    \
-    X(KVPRIM_INT8, uint8_t, int8)
-
-#define KVPRIM_FOUR_BIT_LIST(X)                                                                                        \
-    X(KVPRIM_F4E2M1, e2m1)                                                                                             \
-    X(KVPRIM_INT4, int4)
 
 KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
 {
     switch ((int)from) {
-#define KVPRIM_LOAD(type, bits, name)                                                                                  \
+#define KVPRIM_LOAD(type, bits, packed, name)                                                                          \
     case type: {                                                                                                       \
-        bits block[kvpi_block];                                                                                        \
-        kvpi_read_elements(block, src, n, sizeof *block);                                                              \
+        bits block[kvpi_block / (packed)];                                                                             \
+        kvpi_read_block(block, src, n * sizeof *block / (packed), sizeof block);                                       \
         for (int i = 0; i < kvpi_block; i++)                                                                           \
-            x[i] = kvpi_of_##name(block[i]);                                                                           \
+            x[i] = kvpi_of_##name((uint32_t)block[i / (packed)] >> 4 * (i % (packed)));                                \
         break;                                                                                                         \
     }
         KVPRIM_NARROW_LIST(KVPRIM_LOAD)
 #undef KVPRIM_LOAD
-#define KVPRIM_LOAD(type, name)                                                                                        \
-    case type: {                                                                                                       \
-        uint8_t block[kvpi_block];                                                                                     \
-        kvpi_read_elements(block, src, n / 2, 1);                                                                      \
-        for (int i = 0; i < kvpi_block; i++)                                                                           \
-            x[i] = kvpi_of_##name((uint32_t)block[i / 2] >> 4 * (i % 2));                                              \
-        break;                                                                                                         \
-    }
-        KVPRIM_FOUR_BIT_LIST(KVPRIM_LOAD)
-#undef KVPRIM_LOAD
     default:
-        kvpi_read_elements(x, src, n, 4);
+        kvpi_read_block(x, src, n * sizeof *x, kvpi_block * sizeof *x);
     }
 }
 
 KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, size_t n)
 {
     switch ((int)to) {
-#define KVPRIM_STORE(type, bits, name)                                                                                 \
+#define KVPRIM_STORE(type, bits, packed, name)                                                                         \
     case type: {                                                                                                       \
-        bits block[kvpi_block];                                                                                        \
-        for (int i = 0; i < kvpi_block; i++)                                                                           \
-            block[i] = (bits)kvpi_to_##name(x[i]);                                                                     \
-        kvpi_write_elements(dst, block, n, sizeof *block);                                                             \
+        bits block[kvpi_block / (packed)];                                                                             \
+        for (int i = 0; i < kvpi_block; i += (packed))                                                                 \
+            block[i / (packed)] = (bits)(kvpi_to_##name(x[i]) | ((packed) == 2 ? kvpi_to_##name(x[i + 1]) << 4 : 0));  \
+        kvpi_write_block(dst, block, n * sizeof *block / (packed), sizeof block);                                      \
         break;                                                                                                         \
     }
         KVPRIM_NARROW_LIST(KVPRIM_STORE)
-        KVPRIM_STORE(KVPRIM_F32, uint32_t, f32)
-#undef KVPRIM_STORE
-#define KVPRIM_STORE(type, name)                                                                                       \
-    case type: {                                                                                                       \
-        uint8_t block[kvpi_block / 2];                                                                                 \
-        for (int i = 0; i < kvpi_block; i += 2)                                                                        \
-            block[i / 2] = (uint8_t)(kvpi_to_##name(x[i]) | kvpi_to_##name(x[i + 1]) << 4);                            \
-        memcpy(dst, block, n / 2);                                                                                     \
-        break;                                                                                                         \
-    }
-        KVPRIM_FOUR_BIT_LIST(KVPRIM_STORE)
+        KVPRIM_STORE(KVPRIM_F32, uint32_t, 1, f32)
 #undef KVPRIM_STORE
     }
 }
@@ -4127,26 +4091,22 @@ KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
     return kvpi_run_moves(KVPRIM_OK, moves, n);
 }
 
-KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
-{
-    KVPRIM_RANGE("kvprim_gather");
-    kvprim_move m;
-    return kvpi_run_moves(kvprim_gather_moves(desc, &m), &m, 1);
-}
-
-KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
-{
-    KVPRIM_RANGE("kvprim_store");
-    kvprim_move m[2];
-    return kvpi_run_moves(kvprim_store_moves(desc, m), m, 2);
-}
-
-KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
-{
-    KVPRIM_RANGE("kvprim_transfer");
-    kvprim_move m;
-    return kvpi_run_moves(kvprim_transfer_moves(desc, &m), &m, 1);
-}
+/* The moves of a descriptor, and the call that runs them. */
+#define KVPRIM_MOVES(name, n)                                                                                          \
+    KVPRIM_API kvprim_status kvprim_##name##_moves(const kvprim_##name##_desc *desc, kvprim_move *moves)               \
+    {                                                                                                                  \
+        return kvpi_finish_moves(kvpi_check_##name(desc, moves), moves, n);                                            \
+    }                                                                                                                  \
+    KVPRIM_API kvprim_status kvprim_##name(const kvprim_##name##_desc *desc)                                           \
+    {                                                                                                                  \
+        KVPRIM_RANGE("kvprim_" #name);                                                                                 \
+        kvprim_move m[n];                                                                                              \
+        return kvpi_run_moves(kvprim_##name##_moves(desc, m), m, n);                                                   \
+    }
+KVPRIM_MOVES(gather, 1)
+KVPRIM_MOVES(store, 2)
+KVPRIM_MOVES(transfer, 1)
+#undef KVPRIM_MOVES
 
 #ifndef KVPRIM_NO_LAYOUTS
 /* >>impl_layout -- caches of engines, the staging area */
@@ -4201,10 +4161,9 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
             continue; /* from here on both parts have the same strides */
         }
         if (*at == 'B' && z->page_stride) {
-            if ((uint64_t)z->page_stride < most)
-                return kvprim_fail(KVPRIM_ERROR_SIZE,
-                                   "kvprim_layout_find: page_stride is %lld, less than a page's bytes, %llu",
-                                   (long long)z->page_stride, (unsigned long long)most);
+            KVPRIM_REFUSE((uint64_t)z->page_stride < most, SIZE,
+                          "kvprim_layout_find: page_stride is %lld, less than a page's bytes, %llu",
+                          (long long)z->page_stride, (unsigned long long)most);
             size[0] = (uint64_t)z->page_stride;
             size[1] = size[1] ? size[0] : 0; /* 0: there is no V, and no 2 inside the page */
         }
@@ -4215,12 +4174,11 @@ static kvprim_status kvpi_set_strides(const char *order, const kvprim_layout_siz
         }
     }
     o->bytes = (int64_t)size[0];
-    if (size[0] >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "kvprim_layout_find: rows is %lld, page_rows %lld, page_stride %lld, k_bytes %lld, v_bytes "
-                           "%lld and layers %d, too large together",
-                           (long long)z->rows, (long long)z->page_rows, (long long)z->page_stride,
-                           (long long)z->k_bytes, (long long)z->v_bytes, (int)z->layers);
+    KVPRIM_REFUSE(size[0] >= kvpi_too_large, SIZE,
+                  "kvprim_layout_find: rows is %lld, page_rows %lld, page_stride %lld, k_bytes %lld, v_bytes %lld and "
+                  "layers %d, too large together",
+                  (long long)z->rows, (long long)z->page_rows, (long long)z->page_stride, (long long)z->k_bytes,
+                  (long long)z->v_bytes, (int)z->layers);
     return KVPRIM_OK;
 }
 
@@ -4249,30 +4207,26 @@ KVPRIM_API kvprim_status kvprim_layout_find(const char *name, const kvprim_layou
     const kvpi_quantised_rows *p = NULL;
     char order[8];
     const char *const null = !name ? "name" : !sizes ? "sizes" : !layout ? "layout" : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_layout_find: %s is NULL", null);
+    KVPRIM_REFUSE(null, NULL, "kvprim_layout_find: %s is NULL", null);
     kvprim_layout_sizes z = *sizes;
     z.layers += z.layers == 0, z.heads += z.heads == 0;
     for (size_t k = 0; k < sizeof quantised / sizeof *quantised; k++)
         p = strcmp(name, quantised[k].name) == 0 ? &quantised[k] : p;
-    if (!kvpi_find_order(p ? "LBNHC" : name, order))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_layout_find: '%.64s' is neither a name of >>layout nor an order of LBHN2C", name);
-    if (p && (z.k_bytes || z.v_bytes || z.heads != 1))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_layout_find: '%s' has its own k_bytes, v_bytes and heads, not %lld, %lld and %d",
-                           name, (long long)z.k_bytes, (long long)z.v_bytes, (int)z.heads);
+    KVPRIM_REFUSE(!kvpi_find_order(p ? "LBNHC" : name, order), ARGUMENT,
+                  "kvprim_layout_find: '%.64s' is neither a name of >>layout nor an order of LBHN2C", name);
+    KVPRIM_REFUSE(p && (z.k_bytes || z.v_bytes || z.heads != 1), ARGUMENT,
+                  "kvprim_layout_find: '%s' has its own k_bytes, v_bytes and heads, not %lld, %lld and %d", name,
+                  (long long)z.k_bytes, (long long)z.v_bytes, (int)z.heads);
     z.k_bytes = p ? p->row_bytes + p->scale_stride : z.k_bytes;
     const kvpi_number fields[] = {
         {"rows", z.rows},       {"page_rows", z.page_rows}, {"layers", z.layers},          {"heads", z.heads},
         {"k_bytes", z.k_bytes}, {"v_bytes", z.v_bytes},     {"page_stride", z.page_stride}};
     for (int k = 0; k < 7; k++)
-        if (fields[k].value < (k < 5))
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: %s is %lld, less than %d", fields[k].field,
-                               (long long)fields[k].value, k < 5);
-    if (z.k_bytes % z.heads || z.v_bytes % z.heads)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_layout_find: heads is %d, but k_bytes %lld and v_bytes %lld",
-                           (int)z.heads, (long long)z.k_bytes, (long long)z.v_bytes);
+        KVPRIM_REFUSE(fields[k].value < (k < 5), SIZE, "kvprim_layout_find: %s is %lld, less than %d", fields[k].field,
+                      (long long)fields[k].value, k < 5);
+    KVPRIM_REFUSE(z.k_bytes % z.heads || z.v_bytes % z.heads, SIZE,
+                  "kvprim_layout_find: heads is %d, but k_bytes %lld and v_bytes %lld", (int)z.heads,
+                  (long long)z.k_bytes, (long long)z.v_bytes);
     kvprim_layout o;
     memset(&o, 0, sizeof o);
     o.k_cache.data = z.data, o.k_cache.rows = z.rows, o.k_cache.page_rows = z.page_rows, o.k_cache.heads = z.heads;
@@ -4291,25 +4245,21 @@ KVPRIM_API kvprim_status kvprim_layout_find(const char *name, const kvprim_layou
 KVPRIM_API kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan)
 {
     const char *const null = !desc ? "desc" : !plan ? "plan" : !desc->cache ? "cache" : NULL;
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_pack_plan: %s is NULL", null);
+    KVPRIM_REFUSE(null, NULL, "kvprim_pack_plan: %s is NULL", null);
     const kvprim_layout *const c = desc->cache;
     const int64_t all = c->k_cache.heads > 1 ? c->k_cache.heads : 1;
     const int64_t heads = desc->heads ? desc->heads : all - desc->head;
-    if (c->k_cache.format)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_pack_plan: cache has a format: find it by an order");
-    if (desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head || c->layers < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d, and %d layers",
-                           (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all, (int)c->layers);
+    KVPRIM_REFUSE(c->k_cache.format, ARGUMENT, "kvprim_pack_plan: cache has a format: find it by an order");
+    KVPRIM_REFUSE(desc->count < 0 || desc->head < 0 || heads < 1 || heads > all - desc->head || c->layers < 1, SIZE,
+                  "kvprim_pack_plan: count is %lld, head %d and heads %d; the cache has %d, and %d layers",
+                  (long long)desc->count, (int)desc->head, (int)desc->heads, (int)all, (int)c->layers);
     const int64_t bytes[2] = {c->k_bytes / all * heads, c->v_bytes / all * heads}; /* of a row */
     const uint64_t layer = kvpi_mul((uint64_t)desc->count, (uint64_t)(bytes[0] + bytes[1]));
     const uint64_t area = kvpi_mul(layer, (uint64_t)c->layers);
-    if (area >= kvpi_too_large)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: count is %lld, too large", (long long)desc->count);
-    if (desc->staging && desc->staging_bytes < (int64_t)area)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %llu",
-                           (long long)desc->staging_bytes, (unsigned long long)area);
+    KVPRIM_REFUSE(area >= kvpi_too_large, SIZE, "kvprim_pack_plan: count is %lld, too large", (long long)desc->count);
+    KVPRIM_REFUSE(desc->staging && desc->staging_bytes < (int64_t)area, SIZE,
+                  "kvprim_pack_plan: staging_bytes is %lld, less than the area's, %llu", (long long)desc->staging_bytes,
+                  (unsigned long long)area);
     memset(plan, 0, sizeof *plan);
     plan->bytes = (int64_t)area;
     for (int part = 0; part < 2; part++) {
@@ -4931,13 +4881,12 @@ static kvprim_status kvpi_check_item(const kvprim_copy_item *items, size_t i)
 /* No destination shares a byte with the items. */
 static kvprim_status kvpi_check_items_apart(const kvprim_copy_desc *d)
 {
+    const uint64_t bytes = d->count * sizeof *d->items;
     for (size_t i = 0; i < d->count; i++)
-        if (kvpi_overlap(d->items[i].dst, d->items[i].bytes, d->items, d->count * sizeof *d->items)) {
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                               "kvprim_copy: dst of items[%llu] (%p, %llu bytes) overlaps items (%p, %llu bytes)",
-                               (unsigned long long)i, d->items[i].dst, (unsigned long long)d->items[i].bytes,
-                               (const void *)d->items, (unsigned long long)(d->count * sizeof *d->items));
-        }
+        KVPRIM_REFUSE(kvpi_overlap(d->items[i].dst, d->items[i].bytes, d->items, bytes), OVERLAP,
+                      "kvprim_copy: dst of items[%llu] (%p, %llu bytes) overlaps items (%p, %llu bytes)",
+                      (unsigned long long)i, d->items[i].dst, (unsigned long long)d->items[i].bytes,
+                      (const void *)d->items, (unsigned long long)bytes);
     return KVPRIM_OK;
 }
 

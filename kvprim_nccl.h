@@ -560,6 +560,21 @@ enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 /* Why a rank stopped: the kind, the rank that stopped first << 8, and the rank that one waited for << 16. */
 enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 
+/* What a kernel of kvpn_any does, and with which type: a bit each, because a switch would load a table of addresses. */
+enum {
+    kvpn_sums,
+    kvpn_averages,
+    kvpn_takes_largest,
+    kvpn_takes_least,
+    kvpn_op_mask = 3,
+    kvpn_is_f32 = 4,
+    kvpn_is_bf16 = 8,
+    kvpn_is_f16 = 16,
+    kvpn_is_e4m3 = 32,
+    kvpn_is_e5m2 = 64,
+    kvpn_shares = 128 /* sums go to all ranks: two shots */
+};
+
 /* Elements of a scale_group, and the packs that they are. */
 enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 
@@ -599,21 +614,6 @@ enum {
     kvpn_poll_interval_ns = 500        /* between polls: without it, 65,536 polling threads saturate the L2 cache */
 };
 static const uint32_t kvpn_empty_word = 0xffffffffu;
-
-/* What a kernel of kvpn_any does, and with which type: a bit each, because a switch would load a table of addresses. */
-enum {
-    kvpn_sums,
-    kvpn_averages,
-    kvpn_takes_largest,
-    kvpn_takes_least,
-    kvpn_op_mask = 3,
-    kvpn_is_f32 = 4,
-    kvpn_is_bf16 = 8,
-    kvpn_is_f16 = 16,
-    kvpn_is_e4m3 = 32,
-    kvpn_is_e5m2 = 64,
-    kvpn_shares = 128 /* sums go to all ranks: two shots */
-};
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
    block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
@@ -701,6 +701,13 @@ KVPRIM_NCCL_DEVICE void kvpn_sleep(void)
 {
     __nanosleep(kvpn_poll_interval_ns);
 }
+
+/* Whether there are clusters of blocks and programmatic dependent launch. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+enum { kvpn_is_sm_90 = 0 };
+#else
+enum { kvpn_is_sm_90 = 1 };
+#endif
 #endif
 
 /* >>impl_turn -- which slots a block uses in this call (why two sets do: >>impl_protocol) */
@@ -782,24 +789,32 @@ template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_largest_word(uint4 v)
     return flagged ? flags : kvpn_max_u32(flags, kvpn_max_u32(v.x, v.z));
 }
 
-/* Of max_slots slots that lie `step` bytes apart, reads those whose bit is set in `which` until all of them have
-   arrived. Leaves v alone for the others, where it must not be empty. Issues all loads together, because one takes
-   longer than some hundred instructions. sender: the rank that fills them; -1: rank r fills slot r. Returns false if
-   this rank stopped. */
+/* Of max_slots slots that lie `step` bytes apart, loads those whose bit is set in `which`, all together, because one
+   load takes longer than some hundred instructions. Leaves v alone for the others, where it must not be empty. Returns
+   whether all have arrived. */
+template <int max_slots, bool flagged>
+KVPRIM_NCCL_DEVICE bool kvpn_poll_slots(const char *first, uint32_t step, uint32_t which, uint4 *v)
+{
+    uint32_t largest = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t r = 0; r < max_slots; r++)
+        if (which >> r & 1)
+            v[r] = kvpn_load_slot(first + (size_t)r * step);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t r = 0; r < max_slots; r++)
+        largest = kvpn_max_u32(largest, kvpn_largest_word<flagged>(v[r]));
+    return largest != kvpn_empty_word;
+}
+
+/* Polls until all have arrived. sender: the rank that fills the slots; -1: rank r fills slot r. Returns false if this
+   rank stopped. */
 template <int max_slots, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &me, const char *first, uint32_t step,
-                                            uint32_t which, int32_t sender, uint4 (&v)[max_slots])
+                                            uint32_t which, int32_t sender, uint4 *v)
 {
     for (;;) {
-        uint32_t largest = 0, late = 0;
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < max_slots; r++)
-            if (which >> r & 1)
-                v[r] = kvpn_load_slot(first + (size_t)r * step);
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < max_slots; r++)
-            largest = kvpn_max_u32(largest, kvpn_largest_word<flagged>(v[r]));
-        if (largest != kvpn_empty_word) {
+        uint32_t late = 0;
+        if (kvpn_poll_slots<max_slots, flagged>(first, step, which, v)) {
             me.polls = 0;
             return true;
         }
@@ -925,10 +940,8 @@ template <kvprim_dtype dtype> struct kvpn_f8 {
         return kvpi_to_f8x4(dtype, f);
     }
 };
-struct kvpn_e4m3 : kvpn_f8<KVPRIM_F8E4M3> {
-};
-struct kvpn_e5m2 : kvpn_f8<KVPRIM_F8E5M2> {
-};
+typedef kvpn_f8<KVPRIM_F8E4M3> kvpn_e4m3;
+typedef kvpn_f8<KVPRIM_F8E5M2> kvpn_e5m2;
 
 /* The kernel's parameters say which of these types it is, and what to do with it. */
 template <bool aligned> struct kvpn_any {
@@ -1027,6 +1040,23 @@ template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
     return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : 0x80808080u;
 }
 
+/* The elements of a pack. */
+template <class T> KVPRIM_NCCL_DEVICE void kvpn_split_pack(uint4 v, float *f)
+{
+    T::split(v.x, f), T::split(v.y, f + T::per_word);
+    T::split(v.z, f + 2 * T::per_word), T::split(v.w, f + 3 * T::per_word);
+}
+
+template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_join_pack(const float *f)
+{
+    return uint4{T::join(f), T::join(f + T::per_word), T::join(f + 2 * T::per_word), T::join(f + 3 * T::per_word)};
+}
+
+template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_add_packs(uint4 a, uint4 b)
+{
+    return uint4{T::add(a.x, b.x), T::add(a.y, b.y), T::add(a.z, b.z), T::add(a.w, b.w)};
+}
+
 /* Adds in the order of the ranks, so that every rank gets the same bits. A NaN of 16 bits comes out as 0x7fff, so only
    words of fp32 may be empty. */
 template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
@@ -1034,7 +1064,7 @@ template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const 
     float sum[4 * T::per_word];
     uint4 all;
     if (max_ranks == 2) {
-        all = uint4{T::add(v[0].x, v[1].x), T::add(v[0].y, v[1].y), T::add(v[0].z, v[1].z), T::add(v[0].w, v[1].w)};
+        all = kvpn_add_packs<T>(v[0], v[1]);
     } else {
         KVPRIM_NCCL_UNROLL
         for (int r = 0; r < max_ranks; r++) {
@@ -1048,8 +1078,7 @@ template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const 
                     sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
             }
         }
-        all = uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
-                    T::join(sum + 3 * T::per_word)};
+        all = kvpn_join_pack<T>(sum);
     }
     return T::per_word == 2 ? all : kvpn_replace_empty(all);
 }
@@ -1068,13 +1097,6 @@ KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
 #endif
 }
 
-/* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world of
-   3 to 8. */
-template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
-{
-    return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.per_rank);
-}
-
 /* Reduces a word of each rank, in the order of the ranks. MIN is MAX between two changes of sign. For both, a rank
    beyond `world` stands for rank 0. */
 template <class T, int max_ranks>
@@ -1091,11 +1113,11 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, uint32_t op,
         for (int e = 0; e < T::per_word; e++)
             x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
     }
-    if (op == kvpn_averages) {
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < T::per_word; e++)
-            x[e] = kvpn_average<max_ranks>(p, x[e]);
-    }
+    /* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world
+       of 3 to 8. */
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < T::per_word && op == kvpn_averages; e++)
+        x[e] = max_ranks == 2 ? x[e] * 0.5f : (float)((double)x[e] * p.per_rank);
     return T::join(x) ^ flip;
 }
 
@@ -1722,12 +1744,6 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
         return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
     }
 
-    /* As kvpn_send_offset. */
-    KVPRIM_NCCL_DEVICE uint32_t send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round, uint32_t k)
-    {
-        return me.stop_reason ? 2 * p.turn_bytes : offset(p, me, p.rank, round, k);
-    }
-
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
     {
@@ -1738,7 +1754,8 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
     KVPRIM_NCCL_DEVICE void store(const kvpn_parts_params &p, const kvpn_thread &me, uint32_t round, uint32_t k,
                                   uint4 v)
     {
-        const uint32_t at = send_offset(p, me, round, k);
+        const uint32_t at =
+            me.stop_reason ? 2 * p.turn_bytes : offset(p, me, p.rank, round, k); /* as kvpn_send_offset */
         if (gathers)
             kvpn_store_to_peers<kvpn_max_world>(p, at, v);
         else
@@ -1811,20 +1828,17 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
    without waiting for it. */
 KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(const kvpn_params &p)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (p.trigger)
+    if (kvpn_is_sm_90)
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (kvpn_is_sm_90 && p.trigger)
         asm volatile("griddepcontrol.launch_dependents;");
-#else
-    (void)p;
-#endif
 }
 
 /* Passes the turn on after all threads have taken it. Thread 0 always has a pack. */
 KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &me)
 {
     __syncthreads();
-    if (me.thread == 0 && me.role == 0)
+    if (threadIdx.x == 0 && me.role == 0)
         p.turn[me.block] = me.turn ^ 1;
 }
 
@@ -1866,8 +1880,8 @@ static __global__ __launch_bounds__(kvpn_max_threads,
 #ifndef KVPRIM_NO_NORM
 /* >>impl_norm ------------------------------------------------------------------------------------------------------
 
-   What follows a sum: see >>norm. Two kernels share these functions. kvpn_few_kernel also sums, in one shot, for the
-   few tokens of decoding (>>impl_norm_few). kvpn_norm_kernel finds s in memory, after a sum of >>impl_ways or of NCCL.
+   What follows a sum: see >>norm. Two kernels share kvpn_norm. kvpn_few_kernel also sums, in one shot, for the few
+   tokens of decoding (>>impl_norm_few). kvpn_norm_kernel finds s in memory, after a sum of >>impl_ways or of NCCL.
    kvpn_norm_way_of says which one a call takes.
 
    A token has a row of threads. Thread t of a row has the token's packs t, t + threads, ... when it sends, sums,
@@ -1922,215 +1936,7 @@ template <kvpn_norm_form form> struct kvpn_norm_is {
         two_groups = in_clusters || packs == 2, /* a lane adds two groups of 32 packs: 64 are 16,384 elements */
         groups = two_groups ? 2 * (int)kvpn_norm_lanes : (int)kvpn_norm_lanes
     };
-
-    KVPRIM_NCCL_DEVICE bool quantised(const kvpn_norm_params &p)
-    {
-        return !usual && p.quantised;
-    }
 };
-
-/* A thread's part of one token. r is the addend, s, r and y, one after another. */
-template <kvpn_norm_form form> struct kvpn_norm_token {
-    enum { packs = kvpn_norm_is<form>::packs };
-    uint32_t token;
-    uint4 r[packs], residual[packs], weight[packs];
-    float squares[packs]; /* of each pack, added */
-    float scale;
-};
-
-/* The 8 elements of a pack of 16-bit ones. */
-template <class T> KVPRIM_NCCL_DEVICE void kvpn_split_pack(uint4 v, float (&f)[8])
-{
-    T::split(v.x, f), T::split(v.y, f + 2), T::split(v.z, f + 4), T::split(v.w, f + 6);
-}
-
-template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_join_pack(const float (&f)[8])
-{
-    return uint4{T::join(f), T::join(f + 2), T::join(f + 4), T::join(f + 6)};
-}
-
-template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_add_packs(uint4 a, uint4 b)
-{
-    return uint4{T::add(a.x, b.x), T::add(a.y, b.y), T::add(a.z, b.z), T::add(a.w, b.w)};
-}
-
-/* The number of the thread's pack k. me.thread counts on from block to block of a cluster. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_pack(const kvpn_thread &me, uint32_t k)
-{
-    return k * me.threads + me.thread;
-}
-
-/* Whether the thread has a pack k. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_norm_has(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t k)
-{
-    return !kvpn_norm_is<form>::partial || kvpn_norm_pack(me, k) < p.row_packs;
-}
-
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint4 kvpn_norm_load(const kvpn_norm_params &p, const kvpn_thread &me, const void *from,
-                                        uint32_t token, int64_t stride, uint32_t k)
-{
-    const char *const row = (const char *)from + (int64_t)token * stride;
-    return kvpn_norm_has<form>(p, me, k) ? ((const uint4 *)row)[kvpn_norm_pack(me, k)] : uint4{0, 0, 0, 0};
-}
-
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_store(const kvpn_norm_params &p, const kvpn_thread &me, void *to, uint32_t token,
-                                        int64_t stride, uint32_t k, uint4 v)
-{
-    if (kvpn_norm_has<form>(p, me, k))
-        ((uint4 *)((char *)to + (int64_t)token * stride))[kvpn_norm_pack(me, k)] = v;
-}
-
-/* What a token needs besides s. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_prepare(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t)
-{
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        t.weight[k] = kvpn_norm_load<form>(p, me, p.weight, 0, 0, k);
-        t.residual[k] = kvpn_norm_is<form>::usual || p.residual
-                            ? kvpn_norm_load<form>(p, me, p.residual, t.token, p.residual_stride, k)
-                            : uint4{0, 0, 0, 0};
-    }
-    t.scale = kvpn_norm_is<form>::quantised(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
-}
-
-/* r from s, and the squares. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t)
-{
-    enum { usual = kvpn_norm_is<form>::usual };
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        float f[8];
-        if (!usual && p.sum)
-            kvpn_norm_store<form>(p, me, p.sum, t.token, p.sum_stride, k, t.r[k]);
-        if (usual || p.residual)
-            t.r[k] = kvpn_add_packs<T>(t.r[k], t.residual[k]);
-        if (usual || p.residual_out)
-            kvpn_norm_store<form>(p, me, p.residual_out, t.token, p.residual_out_stride, k, t.r[k]);
-        kvpn_split_pack<T>(t.r[k], f);
-        t.squares[k] = 0;
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
-    }
-}
-
-/* y from r. total: of all squares. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
-                                           kvpn_norm_token<form> &t)
-{
-    const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        float f[8], w[8];
-        kvpn_split_pack<T>(t.r[k], f);
-        kvpn_split_pack<T>(t.weight[k], w);
-        if (!kvpn_norm_is<form>::usual && p.weight_plus_one) {
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < 8; e++)
-                w[e] = __fadd_rn(w[e], 1.0f);
-        }
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
-        t.r[k] = kvpn_join_pack<T>(f);
-        if (kvpn_norm_is<form>::usual || p.out)
-            kvpn_norm_store<form>(p, me, p.out, t.token, p.out_stride, k, t.r[k]);
-    }
-}
-
-/* The bits of the largest |y| of a pack and of `most`. */
-template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(uint32_t most, uint4 y)
-{
-    float f[8];
-    kvpn_split_pack<T>(y, f);
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < 8; e++)
-        most = kvpi_tile_most(most, f[e]);
-    return most;
-}
-
-/* ... of all packs of the thread. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(const kvpn_norm_params &p, const kvpn_thread &me,
-                                           const kvpn_norm_token<form> &t)
-{
-    uint32_t most = 0;
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++)
-        if (kvpn_norm_has<form>(p, me, k))
-            most = kvpn_norm_most<T>(most, t.r[k]);
-    return most;
-}
-
-/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
-   kvpc_over in kvprim_cuda.cuh, which has the proof. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
-{
-    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
-    const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
-    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
-    if (usual) {
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
-    } else {
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 8; e++)
-            f[e] = __fdiv_rn(f[e], scale);
-    }
-}
-
-/* Of the thread's pack k, if its token or group has one. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_write_scale(const kvpn_norm_params &p, uint32_t token, uint32_t pack, float scale)
-{
-    const uint32_t group = pack / kvpn_norm_group_packs;
-    char *const row = (char *)p.scale + token * p.scale_stride;
-    if (p.scales == kvpn_of_tensor || pack % kvpn_norm_group_packs || (p.scales == kvpn_of_token && pack))
-        return;
-    if (p.scales == kvpn_of_groups_exponents)
-        row[group / 4 * p.scale_group_stride + group % 4] = (char)(kvpi_bits_of(scale) >> 23);
-    else
-        *(float *)(row + group * p.scale_group_stride) = scale;
-}
-
-/* q from y. most: of each pack's token or group, if that has a scale of its own. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, const uint32_t *most,
-                                           const kvpn_norm_token<form> &t)
-{
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        const uint32_t pack = kvpn_norm_pack(me, k);
-        float f[8], scale = t.scale;
-        if (!kvpn_norm_has<form>(p, me, k))
-            continue;
-        if (p.scales != kvpn_of_tensor)
-            scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most[k]), 448.0f), p.scale_min,
-                                    p.scales >= kvpn_of_groups_powers);
-        kvpn_split_pack<T>(t.r[k], f);
-        kvpn_norm_divide(f, scale);
-        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack] =
-            uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
-        kvpn_norm_write_scale(p, t.token, pack, scale);
-    }
-}
-
-/* s from memory, and what else a token needs. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_begin(const kvpn_norm_params &p, const kvpn_thread &me,
-                                        kvpn_norm_token<kvpn_norm_alone> &t)
-{
-    t.token = me.block;
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++)
-        t.r[k] = kvpn_norm_load<kvpn_norm_alone>(p, me, p.send, t.token, p.send_stride, k);
-    kvpn_norm_prepare(p, me, t);
-}
 
 /* >>impl_norm_few --------------------------------------------------------------------------------------------------
 
@@ -2165,414 +1971,533 @@ static inline kvpn_norm_form kvpn_few_form_of(const kvpn_norm_params *p)
                                                : kvpn_norm_rows;
 }
 
-/* The first token of the block, or of its cluster. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_few_first(const kvpn_norm_params &p, const kvpn_thread &me)
+/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
+   kvpc_over in kvprim_cuda.cuh, which has the proof. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
 {
-    const uint32_t number = kvpn_norm_is<form>::in_clusters ? me.block >> p.share_bits : me.block;
-    return kvpn_norm_is<form>::usual ? number : number * p.block_packs;
-}
-
-/* The end of its tokens. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_few_end(const kvpn_norm_params &p, const kvpn_thread &me)
-{
-    const uint32_t end = kvpn_few_first<kvpn_norm_all>(p, me) + p.block_packs;
-    return end < p.tokens ? end : p.tokens;
-}
-
-/* The thread's slot for a token, of area 0, in the block's. me.thread counts from the first block of a cluster, slots
-   from this block's: hence minus part, which may wrap around on the way. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_few_slot(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t token)
-{
-    const uint32_t part = kvpn_norm_is<form>::in_clusters ? me.block & ((1u << p.share_bits) - 1) : 0,
-                   row = kvpn_norm_is<form>::usual     ? 0
-                         : kvpn_norm_is<form>::in_turn ? token - kvpn_few_first<form>(p, me)
-                                                       : me.role;
-    return me.thread + (row - part) * me.threads;
-}
-
-template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_few_store(const kvpn_norm_params &p, uint32_t offset, uint4 v)
-{
-    kvpn_store_slot(p.peer[1] + offset, kvpn_replace_empty(v));
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 2; k < max_ranks; k++)
-        if (k < p.world)
-            kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
-}
-
-/* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no token. */
-template <int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<form> &t)
-{
-    enum { usual = kvpn_norm_is<form>::usual, in_turn = kvpn_norm_is<form>::in_turn };
-    t.token = kvpn_few_first<form>(p, me) + (usual ? 0 : me.role);
-    if (!usual && t.token >= (in_turn ? kvpn_few_end(p, me) : p.tokens))
-        return false;
-    /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch, and
-       the compiler would load the pack only after it. A thread without a pack sends where kvpn_send_offset lets those
-       send that have stopped. */
-    const uint32_t slot =
-        kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, t.token)); /* if the turn is 0 */
-    t.r[0] = kvpn_norm_load<form>(p, me, p.send, t.token, p.send_stride, 0);
-    me.turn = kvpn_load_turn(p.turn + me.block);
-    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
-    const bool stays = me.stop_reason || !kvpn_norm_has<form>(p, me, 0);
-    kvpn_few_store<max_ranks>(p, stays ? 2 * p.turn_bytes : slot + me.turn * p.turn_bytes, t.r[0]);
-    kvpn_norm_prepare(p, me, t);
-    return true;
-}
-
-/* What a thread loads of its next token before it waits for one. Four ranks leave no registers for it: there it is
-   loaded later. */
-template <int max_ranks> struct kvpn_few_later {
-    enum { early = max_ranks != 4 };
-    uint4 own, residual;
-};
-
-/* Whether the row has a next token. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_few_goes_on(const kvpn_norm_params &p, const kvpn_thread &me,
-                                         const kvpn_norm_token<form> &t)
-{
-    return kvpn_norm_is<form>::in_turn && t.token + p.rows < kvpn_few_end(p, me);
-}
-
-template <int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_few_look_ahead(const kvpn_norm_params &p, const kvpn_thread &me,
-                                            const kvpn_norm_token<form> &t, kvpn_few_later<max_ranks> &later)
-{
-    if (!later.early || !kvpn_few_goes_on<form>(p, me, t))
-        return;
-    later.own = kvpn_norm_load<form>(p, me, p.send, t.token + p.rows, p.send_stride, 0);
-    if (p.residual)
-        later.residual = kvpn_norm_load<form>(p, me, p.residual, t.token + p.rows, p.residual_stride, 0);
-}
-
-/* Sends this rank's addend of the next token. */
-template <int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_few_send_next(const kvpn_norm_params &p, const kvpn_thread &me,
-                                           const kvpn_norm_token<form> &t, const kvpn_few_later<max_ranks> &later)
-{
-    const uint32_t next = t.token + p.rows;
-    if (!kvpn_few_goes_on<form>(p, me, t))
-        return;
-    const bool stays = me.stop_reason || !kvpn_norm_has<form>(p, me, 0);
-    kvpn_few_store<max_ranks>(
-        p, stays ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, next)),
-        later.early ? later.own : kvpn_norm_load<form>(p, me, p.send, next, p.send_stride, 0));
-}
-
-/* Goes on to the next token. Returns false if there is none. */
-template <int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_few_next(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<form> &t,
-                                      const kvpn_few_later<max_ranks> &later)
-{
-    if (!kvpn_few_goes_on<form>(p, me, t))
-        return false;
-    t.token += p.rows;
-    t.r[0] = later.early ? later.own : kvpn_norm_load<form>(p, me, p.send, t.token, p.send_stride, 0);
-    if (p.residual)
-        t.residual[0] =
-            later.early ? later.residual : kvpn_norm_load<form>(p, me, p.residual, t.token, p.residual_stride, 0);
-    return true;
-}
-
-/* What a thread waits for. Of two ranks only one is awaited. */
-template <int max_ranks> struct kvpn_few_awaited {
-    enum { slots = max_ranks == 2 ? 1 : max_ranks };
-    char *first;
-    uint32_t which;
-    uint4 v[max_ranks]; /* v[max_ranks - 1] of two ranks: the own one */
-};
-
-/* Returns false if not all addends are here soon. */
-template <class T, int max_ranks, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE bool kvpn_few_poll(const kvpn_norm_params &p, const kvpn_thread &me, const kvpn_norm_token<form> &t,
-                                      kvpn_few_awaited<max_ranks> &a)
-{
-    const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0;
-    a.first = p.peer[0] + kvpn_slot_offset(p, me, 0, from, kvpn_few_slot<form>(p, me, t.token));
-    a.which = !kvpn_norm_has<form>(p, me, 0) ? 0 : max_ranks == 2 ? 1 : kvpn_other_ranks(p);
-    if (max_ranks > 2)
-        kvpn_init_sum<T, max_ranks>(p, t.r[0], a.v);
-    else
-        a.v[0] = uint4{0, 0, 0, 0}, a.v[1] = t.r[0]; /* the first: for a thread without a pack */
-    KVPRIM_NCCL_UNROLL_BY(1)
-    for (uint32_t polls = 0; polls < kvpn_polls_per_page_check && me.stop_reason == 0; polls++) {
-        uint32_t largest = 0;
+    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
+    const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
+    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
+    if (usual) {
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < a.slots; r++)
-            if (a.which >> r & 1)
-                a.v[r] = kvpn_load_slot(a.first + (size_t)r * p.sender_bytes);
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
+    } else {
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < a.slots; r++)
-            largest = kvpn_max_u32(largest, kvpn_largest_word<false>(a.v[r]));
-        if (largest != kvpn_empty_word)
-            return true;
+        for (int e = 0; e < 8; e++)
+            f[e] = __fdiv_rn(f[e], scale);
     }
-    return false;
-}
-
-/* For those that have polled in vain. Returns false if this rank stopped. */
-template <int max_ranks>
-KVPRIM_NCCL_DEVICE bool kvpn_few_wait(const kvpn_norm_params &p, kvpn_thread &me, kvpn_few_awaited<max_ranks> &a)
-{
-    enum { slots = kvpn_few_awaited<max_ranks>::slots };
-    uint4(&awaited)[slots] = *(uint4(*)[slots])a.v;
-    return me.stop_reason == 0 &&
-           kvpn_wait_for_slots<slots, false>(p, me, a.first, p.sender_bytes, a.which,
-                                             max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, awaited);
-}
-
-/* Empties the slots. Returns the sum. */
-template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE uint4 kvpn_few_sum(const kvpn_norm_params &p, const kvpn_few_awaited<max_ranks> &a)
-{
-    kvpn_clear_slots<kvpn_few_awaited<max_ranks>::slots>(a.first, p.sender_bytes, a.which);
-    return kvpn_sum_packs<T, max_ranks>(a.v);
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* >>impl_norm_kernel -- the norm's kernels, and which form of them a launch takes */
-
-/* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
-   one again has met all others after they read it. */
-template <kvpn_norm_form form> struct alignas(16) kvpn_norm_meeting {
-    float found[2][kvpn_norm_is<form>::groups];
-};
-
-/* A cluster of blocks, from compute capability 9.0 on. All its threads meet at a barrier: they arrive, and wait for the
-   others. at_start: orders no memory. */
+/* A cluster of blocks. All its threads meet at a barrier: they arrive, and wait for the others. at_start: orders no
+   memory. */
 KVPRIM_NCCL_DEVICE void kvpn_cluster_arrive(bool at_start)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (at_start)
+    if (kvpn_is_sm_90 && at_start)
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    else
+    else if (kvpn_is_sm_90)
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#else
-    (void)at_start;
-#endif
 }
 
 KVPRIM_NCCL_DEVICE void kvpn_cluster_wait(void)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
+    if (kvpn_is_sm_90)
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 /* at: in this block's shared memory; stores to the same place in that of a block of the cluster, which must run. */
 KVPRIM_NCCL_DEVICE void kvpn_cluster_store(float *at, uint32_t block, float value)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2;}" ::"r"(
-                     (uint32_t)__cvta_generic_to_shared(at)),
-                 "r"(block), "f"(value)
-                 : "memory");
-#else
-    (void)at, (void)block, (void)value;
+    if (kvpn_is_sm_90)
+        asm volatile(
+            "{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2;}" ::"r"(
+                (uint32_t)__cvta_generic_to_shared(at)),
+            "r"(block), "f"(value)
+            : "memory");
+}
 #endif
-}
 
-/* The threads of a row meet; `groups` then holds what each of its warps has found. A form without other rows needs no
-   barrier of its own. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_meet(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
-                                       const float (&found)[kvpn_norm_is<form>::packs])
-{
-    const uint32_t lane = me.thread % kvpn_norm_lanes;
-    if (form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits)) {
-        if (lane >> p.share_bits == 0)
-            kvpn_cluster_store(groups + me.thread / kvpn_norm_lanes, lane, found[0]);
-        kvpn_cluster_arrive(false);
-        kvpn_cluster_wait();
-        return;
-    }
-    if (lane == 0) {
-        groups[me.thread / kvpn_norm_lanes] = found[0];
-        if (kvpn_norm_is<form>::packs == 2)
-            groups[kvpn_norm_pack(me, 1) / kvpn_norm_lanes] = found[kvpn_norm_is<form>::packs - 1];
-    }
-    if ((int)kvpn_norm_is<form>::rows == 1 || blockDim.y == 1)
-        __syncthreads();
-    else
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
-}
+/* What a thread does with a token of its row. T: the element type; max_ranks: of kvpn_few_kernel, or any. me.thread
+   counts on from block to block of a cluster. */
+template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
+    typedef kvpn_norm_is<form> is;
+    typedef kvpn_norm_params params;
+    typedef const kvpn_thread thread;
+    enum { packs = is::packs, usual = is::usual };
 
-/* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
-                                         const kvpn_norm_token<form> &t)
-{
-    const uint32_t at = me.thread % kvpn_norm_lanes;
-    float found[kvpn_norm_is<form>::packs];
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        found[k] = t.squares[k];
+    /* A thread's part of one token. r is the addend, s, r and y, one after another. */
+    struct token {
+        uint32_t token;
+        uint4 r[packs], residual[packs], weight[packs];
+        float squares[packs]; /* of each pack, added */
+        float scale;
+    };
+
+    KVPRIM_NCCL_DEVICE bool quantises(const params &p)
+    {
+        return !usual && p.quantised;
+    }
+
+    /* The number of the thread's pack k. */
+    KVPRIM_NCCL_DEVICE uint32_t pack(thread &me, uint32_t k)
+    {
+        return k * me.threads + me.thread;
+    }
+
+    /* Whether the thread has a pack k. */
+    KVPRIM_NCCL_DEVICE bool has(const params &p, thread &me, uint32_t k)
+    {
+        return !is::partial || pack(me, k) < p.row_packs;
+    }
+
+    KVPRIM_NCCL_DEVICE uint4 load(const params &p, thread &me, const void *from, uint32_t row, int64_t stride,
+                                  uint32_t k)
+    {
+        const char *const at = (const char *)from + (int64_t)row * stride;
+        return has(p, me, k) ? ((const uint4 *)at)[pack(me, k)] : uint4{0, 0, 0, 0};
+    }
+
+    KVPRIM_NCCL_DEVICE void store(const params &p, thread &me, void *to, const token &t, int64_t stride, uint32_t k)
+    {
+        if (has(p, me, k))
+            ((uint4 *)((char *)to + (int64_t)t.token * stride))[pack(me, k)] = t.r[k];
+    }
+
+    /* What a token needs besides s. */
+    KVPRIM_NCCL_DEVICE void prepare(const params &p, thread &me, token &t)
+    {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            t.weight[k] = load(p, me, p.weight, 0, 0, k);
+            t.residual[k] =
+                usual || p.residual ? load(p, me, p.residual, t.token, p.residual_stride, k) : uint4{0, 0, 0, 0};
+        }
+        t.scale = quantises(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
+    }
+
+    /* s from memory, and what else a token needs. */
+    KVPRIM_NCCL_DEVICE void begin_alone(const params &p, thread &me, token &t)
+    {
+        t.token = me.block;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            t.r[k] = load(p, me, p.send, t.token, p.send_stride, k);
+        prepare(p, me, t);
+    }
+
+    /* r from s, and the squares. */
+    KVPRIM_NCCL_DEVICE void add(const params &p, thread &me, token &t)
+    {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            float f[8];
+            if (!usual && p.sum)
+                store(p, me, p.sum, t, p.sum_stride, k);
+            if (usual || p.residual)
+                t.r[k] = kvpn_add_packs<T>(t.r[k], t.residual[k]);
+            if (usual || p.residual_out)
+                store(p, me, p.residual_out, t, p.residual_out_stride, k);
+            kvpn_split_pack<T>(t.r[k], f);
+            t.squares[k] = 0;
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
+        }
+    }
+
+    /* y from r. total: of all squares. */
+    KVPRIM_NCCL_DEVICE void multiply(const params &p, thread &me, float total, token &t)
+    {
+        const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            float f[8], w[8];
+            kvpn_split_pack<T>(t.r[k], f);
+            kvpn_split_pack<T>(t.weight[k], w);
+            if (!usual && p.weight_plus_one) {
+                KVPRIM_NCCL_UNROLL
+                for (int e = 0; e < 8; e++)
+                    w[e] = __fadd_rn(w[e], 1.0f);
+            }
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
+            t.r[k] = kvpn_join_pack<T>(f);
+            if (usual || p.out)
+                store(p, me, p.out, t, p.out_stride, k);
+        }
+    }
+
+    /* The bits of the largest |y| of the thread's pack k, if it has one, and of `most`. */
+    KVPRIM_NCCL_DEVICE uint32_t most_of(const params &p, thread &me, const token &t, uint32_t k, uint32_t most)
+    {
+        float f[8];
+        if (!has(p, me, k))
+            return most;
+        kvpn_split_pack<T>(t.r[k], f);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            most = kvpi_tile_most(most, f[e]);
+        return most;
+    }
+
+    /* Of the thread's pack, if its token or group has one. */
+    KVPRIM_NCCL_DEVICE void write_scale(const params &p, const token &t, uint32_t pack, float scale)
+    {
+        const uint32_t group = pack / kvpn_norm_group_packs;
+        char *const row = (char *)p.scale + t.token * p.scale_stride;
+        if (p.scales == kvpn_of_tensor || pack % kvpn_norm_group_packs || (p.scales == kvpn_of_token && pack))
+            return;
+        if (p.scales == kvpn_of_groups_exponents)
+            row[group / 4 * p.scale_group_stride + group % 4] = (char)(kvpi_bits_of(scale) >> 23);
+        else
+            *(float *)(row + group * p.scale_group_stride) = scale;
+    }
+
+    /* q from y. most: of each pack's token or group, if that has a scale of its own. */
+    KVPRIM_NCCL_DEVICE void quantise(const params &p, thread &me, const uint32_t *most, const token &t)
+    {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            const uint32_t number = pack(me, k);
+            float f[8], scale = t.scale;
+            if (!has(p, me, k))
+                continue;
+            if (p.scales != kvpn_of_tensor)
+                scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most[k]), 448.0f), p.scale_min,
+                                        p.scales >= kvpn_of_groups_powers);
+            kvpn_split_pack<T>(t.r[k], f);
+            kvpn_norm_divide(f, scale);
+            ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[number] =
+                uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
+            write_scale(p, t, number, scale);
+        }
+    }
+
+    /* What follows is of kvpn_few_kernel. */
+    struct awaited { /* Of two ranks only one is awaited. */
+        enum { slots = max_ranks == 2 ? 1 : max_ranks };
+        char *first;
+        uint32_t which;
+        uint4 v[max_ranks]; /* v[max_ranks - 1] of two ranks: the own one */
+    };
+
+    /* What a thread loads of its next token before it waits for one. Four ranks leave no registers for it: there it is
+       loaded later. */
+    struct later {
+        enum { early = max_ranks != 4 };
+        uint4 own, residual;
+    };
+
+    /* The first token of the block, or of its cluster. */
+    KVPRIM_NCCL_DEVICE uint32_t first_token(const params &p, thread &me)
+    {
+        const uint32_t number = is::in_clusters ? me.block >> p.share_bits : me.block;
+        return usual ? number : number * p.block_packs;
+    }
+
+    /* The end of its tokens, where they take turns. */
+    KVPRIM_NCCL_DEVICE uint32_t end_of_tokens(const params &p, thread &me)
+    {
+        const uint32_t end = first_token(p, me) + p.block_packs;
+        return end < p.tokens ? end : p.tokens;
+    }
+
+    /* Where the thread's slot for a token lies that rank `from` fills. me.thread counts from the first block of a
+       cluster, slots from this block's: hence minus part, which may wrap around on the way. */
+    KVPRIM_NCCL_DEVICE uint32_t offset(const params &p, thread &me, uint32_t from, uint32_t token)
+    {
+        const uint32_t part = is::in_clusters ? me.block & ((1u << p.share_bits) - 1) : 0,
+                       row = usual         ? 0
+                             : is::in_turn ? token - first_token(p, me)
+                                           : me.role;
+        return kvpn_slot_offset(p, me, 0, from, me.thread + (row - part) * me.threads);
+    }
+
+    KVPRIM_NCCL_DEVICE void send(const params &p, uint32_t offset, uint4 v)
+    {
+        kvpn_store_slot(p.peer[1] + offset, kvpn_replace_empty(v));
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 2; k < max_ranks; k++)
+            if (k < p.world)
+                kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
+    }
+
+    /* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no
+       token. */
+    KVPRIM_NCCL_DEVICE bool begin(const params &p, kvpn_thread &me, token &t)
+    {
+        t.token = first_token(p, me) + (usual ? 0 : me.role);
+        if (!usual && t.token >= (is::in_turn ? end_of_tokens(p, me) : p.tokens))
+            return false;
+        /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch,
+           and the compiler would load the pack only after it. A thread without a pack sends where kvpn_send_offset lets
+           those send that have stopped. */
+        const uint32_t at = offset(p, me, p.rank, t.token);
+        t.r[0] = load(p, me, p.send, t.token, p.send_stride, 0);
+        kvpn_take_turn(p, me, me.thread);
+        const bool stays = me.stop_reason || !has(p, me, 0);
+        send(p, stays ? 2 * p.turn_bytes : at + me.turn * p.turn_bytes, t.r[0]);
+        prepare(p, me, t);
+        return true;
+    }
+
+    /* Whether the row has a next token. */
+    KVPRIM_NCCL_DEVICE bool goes_on(const params &p, thread &me, const token &t)
+    {
+        return is::in_turn && t.token + p.rows < end_of_tokens(p, me);
+    }
+
+    KVPRIM_NCCL_DEVICE void look_ahead(const params &p, thread &me, const token &t, later &l)
+    {
+        if (!later::early || !goes_on(p, me, t))
+            return;
+        l.own = load(p, me, p.send, t.token + p.rows, p.send_stride, 0);
+        if (p.residual)
+            l.residual = load(p, me, p.residual, t.token + p.rows, p.residual_stride, 0);
+    }
+
+    /* Sends this rank's addend of the next token. */
+    KVPRIM_NCCL_DEVICE void send_next(const params &p, thread &me, const token &t, const later &l)
+    {
+        const uint32_t next = t.token + p.rows;
+        if (!goes_on(p, me, t))
+            return;
+        const bool stays = me.stop_reason || !has(p, me, 0);
+        send(p, stays ? 2 * p.turn_bytes : offset(p, me, p.rank, next),
+             l.early ? l.own : load(p, me, p.send, next, p.send_stride, 0));
+    }
+
+    /* Goes on to the next token. Returns false if there is none. */
+    KVPRIM_NCCL_DEVICE bool next(const params &p, thread &me, token &t, const later &l)
+    {
+        if (!goes_on(p, me, t))
+            return false;
+        t.token += p.rows;
+        t.r[0] = l.early ? l.own : load(p, me, p.send, t.token, p.send_stride, 0);
+        if (p.residual)
+            t.residual[0] = later::early ? l.residual : load(p, me, p.residual, t.token, p.residual_stride, 0);
+        return true;
+    }
+
+    /* Returns false if not all addends are here soon. */
+    KVPRIM_NCCL_DEVICE bool poll(const params &p, thread &me, const token &t, awaited &a)
+    {
+        const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0;
+        a.first = p.peer[0] + offset(p, me, from, t.token);
+        a.which = !has(p, me, 0) ? 0 : max_ranks == 2 ? 1 : kvpn_other_ranks(p);
+        if (max_ranks > 2)
+            kvpn_init_sum<T, max_ranks>(p, t.r[0], a.v);
+        else
+            a.v[0] = uint4{0, 0, 0, 0}, a.v[1] = t.r[0]; /* the first: for a thread without a pack */
+        KVPRIM_NCCL_UNROLL_BY(1)
+        for (uint32_t polls = 0; polls < kvpn_polls_per_page_check && me.stop_reason == 0; polls++) {
+            if (kvpn_poll_slots<awaited::slots, false>(a.first, p.sender_bytes, a.which, a.v))
+                return true;
+        }
+        return false;
+    }
+
+    /* For those that have polled in vain. Returns false if this rank stopped. */
+    KVPRIM_NCCL_DEVICE bool wait(const params &p, kvpn_thread &me, awaited &a)
+    {
+        return me.stop_reason == 0 &&
+               kvpn_wait_for_slots<awaited::slots, false>(p, me, a.first, p.sender_bytes, a.which,
+                                                          max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, a.v);
+    }
+
+    /* Empties the slots. Returns the sum. */
+    KVPRIM_NCCL_DEVICE uint4 sum(const params &p, const awaited &a)
+    {
+        kvpn_clear_slots<awaited::slots>(a.first, p.sender_bytes, a.which);
+        return kvpn_sum_packs<T, max_ranks>(a.v);
+    }
+
+#ifndef KVPRIM_NCCL_EMULATE
+    /* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes
+       to one again has met all others after they read it. */
+    struct alignas(16) meeting {
+        float found[2][is::groups];
+    };
+
+    KVPRIM_NCCL_DEVICE bool in_cluster(const params &p)
+    {
+        return form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
+    }
+
+    /* The threads of a row meet; `groups` then holds what each of its warps has found. A form without other rows needs
+       no barrier of its own. */
+    KVPRIM_NCCL_DEVICE void meet(const params &p, thread &me, float *groups, const float (&found)[packs])
+    {
+        const uint32_t lane = me.thread % kvpn_norm_lanes;
+        if (in_cluster(p)) {
+            if (lane >> p.share_bits == 0)
+                kvpn_cluster_store(groups + me.thread / kvpn_norm_lanes, lane, found[0]);
+            kvpn_cluster_arrive(false);
+            kvpn_cluster_wait();
+            return;
+        }
+        if (lane == 0) {
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < packs; k++)
+                groups[pack(me, k) / kvpn_norm_lanes] = found[k];
+        }
+        if ((int)is::rows == 1 || blockDim.y == 1)
+            __syncthreads();
+        else
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
+    }
+
+    /* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
+    KVPRIM_NCCL_DEVICE float total(const params &p, thread &me, float *groups, const token &t)
+    {
+        const uint32_t at = me.thread % kvpn_norm_lanes;
+        float found[packs];
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            found[k] = t.squares[k];
+            KVPRIM_NCCL_UNROLL
+            for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+                found[k] = __fadd_rn(found[k], __shfl_xor_sync(0xffffffff, found[k], lane));
+        }
+        meet(p, me, groups, found);
+        float all = is::two_groups ? __fadd_rn(groups[2 * at], groups[2 * at + 1]) : groups[at];
         KVPRIM_NCCL_UNROLL
         for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
-            found[k] = __fadd_rn(found[k], __shfl_xor_sync(0xffffffff, found[k], lane));
+            all = __fadd_rn(all, __shfl_xor_sync(0xffffffff, all, lane));
+        return all;
     }
-    kvpn_norm_meet<form>(p, me, groups, found);
-    float total = kvpn_norm_is<form>::two_groups ? __fadd_rn(groups[2 * at], groups[2 * at + 1]) : groups[at];
-    KVPRIM_NCCL_UNROLL
-    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
-        total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, lane));
-    return total;
-}
 
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest_of_warp(uint32_t most)
-{
-    KVPRIM_NCCL_UNROLL
-    for (int distance = 1; distance < kvpn_norm_lanes; distance *= 2)
-        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
-    return most;
-}
-
-/* The largest of all threads' bits, for each pack. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_largest(const kvpn_norm_params &p, const kvpn_thread &me, float *groups,
-                                          uint32_t largest, uint32_t *most)
-{
-    const uint32_t at = me.thread % kvpn_norm_lanes;
-    float found[kvpn_norm_is<form>::packs];
-    largest = kvpn_norm_largest_of_warp(largest);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
-        found[k] = __uint_as_float(largest);
-    kvpn_norm_meet<form>(p, me, groups, found);
-    largest =
-        kvpn_norm_largest_of_warp(kvpn_norm_is<form>::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]),
-                                                                                __float_as_uint(groups[2 * at + 1]))
-                                                                 : __float_as_uint(groups[at]));
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
-        most[k] = largest;
-}
-
-/* The same of each of the thread's packs' groups. A warp has whole groups. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_largest_of_groups(const kvpn_norm_params &p, const kvpn_thread &me,
-                                                    const kvpn_norm_token<form> &t, uint32_t *most)
-{
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < t.packs; k++) {
-        most[k] = kvpn_norm_has<form>(p, me, k) ? kvpn_norm_most<T>(0, t.r[k]) : 0;
+    /* The largest of `lanes` neighbours. */
+    template <int lanes> KVPRIM_NCCL_DEVICE uint32_t largest_of(uint32_t most)
+    {
         KVPRIM_NCCL_UNROLL
-        for (int distance = 1; distance < kvpn_norm_group_packs; distance *= 2)
-            most[k] = kvpn_max_u32(most[k], __shfl_xor_sync(0xffffffff, most[k], distance));
+        for (int distance = 1; distance < lanes; distance *= 2)
+            most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
+        return most;
     }
-}
 
-/* Empties what no warp will write: there may be fewer warps than kvpn_norm_total reads of. In a cluster, another block
-   may already have written the rest. */
-template <kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_clear(const kvpn_norm_params &p, const kvpn_thread &me,
-                                        kvpn_norm_meeting<form> &meeting)
-{
-    enum { groups = kvpn_norm_is<form>::groups, two_groups = kvpn_norm_is<form>::two_groups };
-    const uint32_t written = me.threads / kvpn_norm_lanes * kvpn_norm_is<form>::packs << p.share_bits;
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t k = threadIdx.x; k < groups && threadIdx.x < kvpn_norm_lanes; k += kvpn_norm_lanes)
-        if (!two_groups || k >= written) {
-            meeting.found[0][k] = 0;
-            if (form != kvpn_norm_plain) /* which meets once */
-                meeting.found[1][k] = 0;
+    /* The bits of the largest |y| of the token, for each pack. */
+    KVPRIM_NCCL_DEVICE void largest(const params &p, thread &me, float *groups, const token &t, uint32_t *most)
+    {
+        const uint32_t at = me.thread % kvpn_norm_lanes;
+        float found[packs];
+        uint32_t all = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            all = most_of(p, me, t, k, all);
+        all = largest_of<kvpn_norm_lanes>(all);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            found[k] = __uint_as_float(all);
+        meet(p, me, groups, found);
+        all = largest_of<kvpn_norm_lanes>(
+            is::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]), __float_as_uint(groups[2 * at + 1]))
+                           : __float_as_uint(groups[at]));
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            most[k] = all;
+    }
+
+    /* Empties what no warp will write: there may be fewer warps than total() reads of. In a cluster, another block may
+       already have written the rest. */
+    KVPRIM_NCCL_DEVICE void clear(const params &p, thread &me, meeting &m)
+    {
+        const uint32_t written = me.threads / kvpn_norm_lanes * packs << p.share_bits;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = threadIdx.x; k < is::groups && threadIdx.x < kvpn_norm_lanes; k += kvpn_norm_lanes)
+            if (!is::two_groups || k >= written) {
+                m.found[0][k] = 0;
+                if (form != kvpn_norm_plain) /* which meets once */
+                    m.found[1][k] = 0;
+            }
+    }
+
+    /* What follows s in t.r. A warp has whole groups. */
+    KVPRIM_NCCL_DEVICE void finish(const params &p, thread &me, meeting &m, uint32_t &meetings, token &t)
+    {
+        uint32_t most[packs] = {};
+        add(p, me, t);
+        multiply(p, me, total(p, me, m.found[meetings++ % 2], t), t);
+        if (!quantises(p))
+            return;
+        if (p.scales == kvpn_of_token) {
+            largest(p, me, m.found[meetings++ % 2], t, most);
+        } else if (p.scales != kvpn_of_tensor) {
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < packs; k++)
+                most[k] = largest_of<kvpn_norm_group_packs>(most_of(p, me, t, k, 0));
         }
-}
+        quantise(p, me, most, t);
+    }
+#endif
+};
 
-/* What follows s in t.r. */
-template <class T, kvpn_norm_form form>
-KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_thread &me,
-                                         kvpn_norm_meeting<form> &meeting, uint32_t &meetings, kvpn_norm_token<form> &t)
-{
-    uint32_t most[kvpn_norm_is<form>::packs] = {};
-    kvpn_norm_add<T>(p, me, t);
-    kvpn_norm_multiply<T>(p, me, kvpn_norm_total(p, me, meeting.found[meetings++ % 2], t), t);
-    if (!kvpn_norm_is<form>::quantised(p))
-        return;
-    if (p.scales == kvpn_of_token)
-        kvpn_norm_largest<form>(p, me, meeting.found[meetings++ % 2], kvpn_norm_most<T>(p, me, t), most);
-    else if (p.scales != kvpn_of_tensor)
-        kvpn_norm_largest_of_groups<T>(p, me, t, most);
-    kvpn_norm_quantise<T>(p, me, most, t);
-}
+#ifndef KVPRIM_NCCL_EMULATE
+/* >>impl_norm_kernel -- the norm's kernels, and which form of them a launch takes */
 
-/* The norm alone. The block's threads meet before they read what kvpn_norm_clear writes. */
+/* The norm alone. The block's threads meet before they read what clear() writes. */
 template <class T>
 static __global__ __launch_bounds__(kvpn_max_threads,
                                     1) void kvpn_norm_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
-    __shared__ kvpn_norm_meeting<kvpn_norm_alone> meeting;
+    typedef kvpn_norm<T, 1, kvpn_norm_alone> norm;
+    __shared__ typename norm::meeting meeting;
     const kvpn_thread me = {blockIdx.x, 0, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
-    kvpn_norm_token<kvpn_norm_alone> t;
+    typename norm::token t;
     uint32_t meetings = 0;
     kvpn_wait_for_predecessor(p);
-    kvpn_norm_begin(p, me, t);
-    kvpn_norm_clear(p, me, meeting);
-    kvpn_norm_finish<T>(p, me, meeting, meetings, t);
+    norm::begin_alone(p, me, t);
+    norm::clear(p, me, meeting);
+    norm::finish(p, me, meeting, meetings, t);
 }
 
-/* See >>impl_norm_few. In a cluster, me.thread counts on from block to block, and each block has its own turn, which
-   ends as kvpn_end_turn says. The barrier costs nothing: the row waits for the other ranks anyway. A warp that has
-   polled in vain waits and sums in code of its own, so that the others' sum has no branches. What follows has barriers,
-   so it must be the same code for all warps of a block. */
+/* See >>impl_norm_few. In a cluster, each block has its own turn, and the barrier that ends it costs nothing: the row
+   waits for the other ranks anyway. A warp that has polled in vain waits and sums in code of its own, so that the
+   others' sum has no branches. What follows has barriers, so it must be the same code for all warps of a block. */
 template <class T, int max_ranks, kvpn_norm_form form>
 static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_few_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
-    __shared__ kvpn_norm_meeting<form> meetings_of[kvpn_norm_is<form>::rows];
-    kvpn_thread me = {blockIdx.x, kvpn_norm_is<form>::usual ? 0 : threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
-    kvpn_norm_token<form> t;
-    kvpn_few_awaited<max_ranks> a;
-    kvpn_few_later<max_ranks> later;
+    typedef kvpn_norm<T, max_ranks, form> norm;
+    __shared__ typename norm::meeting meetings_of[norm::is::rows];
+    kvpn_thread me = {blockIdx.x, norm::usual ? 0 : threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    typename norm::token t;
+    typename norm::awaited a;
+    typename norm::later later;
     uint32_t meetings = 0;
-    const bool in_cluster = form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
+    const bool in_cluster = norm::in_cluster(p);
     kvpn_wait_for_predecessor(p);
     if (in_cluster) {
         kvpn_cluster_arrive(true);
         me.thread += (me.block & ((1u << p.share_bits) - 1)) * me.threads;
     }
-    const bool has = kvpn_few_begin<max_ranks>(p, me, t);
-    kvpn_norm_clear(p, me, meetings_of[me.role]);
-    __syncthreads();
-    if (threadIdx.x == 0 && me.role == 0)
-        p.turn[me.block] = me.turn ^ 1;
+    const bool has = norm::begin(p, me, t);
+    norm::clear(p, me, meetings_of[me.role]);
+    kvpn_end_turn(p, me);
     if (in_cluster)
         kvpn_cluster_wait();
     if (!has)
         return;
     do {
-        kvpn_few_look_ahead(p, me, t, later);
-        const bool here = kvpn_few_poll<T>(p, me, t, a);
+        norm::look_ahead(p, me, t, later);
+        const bool here = norm::poll(p, me, t, a);
         if (KVPRIM_LIKELY(__all_sync(0xffffffff, here))) {
-            t.r[0] = kvpn_few_sum<T>(p, a);
+            t.r[0] = norm::sum(p, a);
         } else {
-            if (here || kvpn_few_wait(p, me, a))
-                t.r[0] = kvpn_few_sum<T>(p, a);
+            if (here || norm::wait(p, me, a))
+                t.r[0] = norm::sum(p, a);
             else /* at once: the row's other threads may wait for long */
                 kvpn_stop_rank(p, me);
             __syncwarp();
         }
-        kvpn_few_send_next(p, me, t, later);
-        kvpn_norm_finish<T>(p, me, meetings_of[me.role], meetings, t);
-    } while (kvpn_few_next(p, me, t, later));
+        norm::send_next(p, me, t, later);
+        norm::finish(p, me, meetings_of[me.role], meetings, t);
+    } while (norm::next(p, me, t, later));
 }
 
-/* Which kernel a launch takes. The first line that fits counts.
-
-       s is in memory                                                         kvpn_norm_kernel
-       some threads have no pack, or a row has several tokens                 kvpn_few_kernel: all
-       blocks share a token: the usual outputs, up to 4 ranks; otherwise      shared; all
-       a token for each block, the usual outputs                              plain
-       otherwise: up to 4 ranks; more                                         rows; all */
-static const void *kvpn_pick_norm(kvprim_dtype dtype)
-{
-    return dtype == KVPRIM_BF16 ? (const void *)kvpn_norm_kernel<kvpn_bf16> : (const void *)kvpn_norm_kernel<kvpn_f16>;
-}
-
+/* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two forms. */
 template <class T, int max_ranks> static const void *kvpn_pick_few(kvpn_norm_form form)
 {
     return form == kvpn_norm_plain    ? (const void *)kvpn_few_kernel<T, max_ranks, kvpn_norm_plain>
@@ -2581,17 +2506,18 @@ template <class T, int max_ranks> static const void *kvpn_pick_few(kvpn_norm_for
                                       : (const void *)kvpn_few_kernel<T, max_ranks, kvpn_norm_all>;
 }
 
-template <class T> static const void *kvpn_pick_few(int world, kvpn_norm_form form)
+template <class T> static const void *kvpn_pick_norm(int world, kvpn_norm_form form)
 {
-    return world == 2                ? kvpn_pick_few<T, 2>(form)
+    return form == kvpn_norm_alone   ? (const void *)kvpn_norm_kernel<T>
+           : world == 2              ? kvpn_pick_few<T, 2>(form)
            : world <= 4              ? kvpn_pick_few<T, 4>(form)
            : form == kvpn_norm_plain ? (const void *)kvpn_few_kernel<T, 8, kvpn_norm_plain>
                                      : (const void *)kvpn_few_kernel<T, 8, kvpn_norm_all>;
 }
 
-static const void *kvpn_pick_few(kvprim_dtype dtype, int world, kvpn_norm_form form)
+static const void *kvpn_pick_norm(kvprim_dtype dtype, int world, kvpn_norm_form form)
 {
-    return dtype == KVPRIM_BF16 ? kvpn_pick_few<kvpn_bf16>(world, form) : kvpn_pick_few<kvpn_f16>(world, form);
+    return dtype == KVPRIM_BF16 ? kvpn_pick_norm<kvpn_bf16>(world, form) : kvpn_pick_norm<kvpn_f16>(world, form);
 }
 #endif
 #endif /* KVPRIM_NO_NORM */
@@ -3463,6 +3389,27 @@ static void kvpn_register_window(kvpn_init_task *task)
                        of more                                          kvpn_parts_kernel<kvpn_parts_groups<6, ...>>
        all_reduce_norm                                                  kvpn_norm_way_of: >>impl_norm_call
        all else                                                         NCCL */
+/* Name, bytes, NCCL's ncclDataType_t, which older versions of its header lack, and what own kernels call it: 0 if they
+   do not reduce it. */
+typedef struct kvpn_type {
+    const char *name;
+    size_t bytes;
+    int nccl;
+    uint32_t own;
+} kvpn_type;
+
+static kvpn_type kvpn_type_of(kvprim_dtype dtype)
+{
+    enum { bf16 = 9, e4m3 = 10, e5m2 = 11 };
+    const kvpn_type types[] = {{"U8", 1, ncclUint8, 0},           {"F16", 2, ncclFloat16, kvpn_is_f16},
+                               {"BF16", 2, bf16, kvpn_is_bf16},   {"F32", 4, ncclFloat32, kvpn_is_f32},
+                               {"F64", 8, ncclFloat64, 0},        {"INT8", 1, ncclInt8, 0},
+                               {"INT32", 4, ncclInt32, 0},        {"INT64", 8, ncclInt64, 0},
+                               {"F8E4M3", 1, e4m3, kvpn_is_e4m3}, {"F8E5M2", 1, e5m2, kvpn_is_e5m2}};
+    const kvpn_type none = {NULL, 0, -1, 0};
+    return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype - KVPRIM_U8] : none;
+}
+
 #ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
     kvpn_by_nccl,
@@ -3548,14 +3495,6 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     return l;
 }
 
-/* The same on every rank: nothing here may differ between ranks. */
-static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
-{
-    return comm->peer[0] && op != KVPRIM_PROD &&
-           (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32 || dtype == KVPRIM_F8E4M3 ||
-            dtype == KVPRIM_F8E5M2);
-}
-
 /* What each rank gives: between two ranks, more than this goes through a pipeline. Measured on 2 H200s with 32, 64 and
    128 blocks: at the limit a pipeline takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
 static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
@@ -3564,12 +3503,12 @@ static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
     return comm->world > 2 ? SIZE_MAX : comm->blocks <= 40 ? few : comm->blocks <= 64 ? half : many;
 }
 
-/* bytes: of the result. */
+/* bytes: of the result. The same on every rank: nothing here may differ between ranks. */
 static kvpn_way kvpn_choose_sum(const kvprim_comm *comm, bool scatters, size_t bytes, kvprim_dtype dtype, int op)
 {
     const kvpn_limits limits = kvpn_limits_of(comm);
     const size_t given = scatters ? bytes * (size_t)comm->world : bytes;
-    if (!kvpn_has_kernels(comm, dtype, op) ||
+    if (!comm->peer[0] || op == KVPRIM_PROD || !kvpn_type_of(dtype).own ||
         (given > (scatters ? limits.scatter : limits.two_shot) && !comm->deterministic))
         return kvpn_by_nccl;
     if (!scatters && bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
@@ -3626,26 +3565,24 @@ template <template <class, int> class Way> static const void *kvpn_pick(kvprim_d
 }
 
 #ifndef KVPRIM_NO_EXCHANGE
-template <class T> static const void *kvpn_pick_parts(kvpn_way way, int world)
+template <int group, bool whole> static const void *kvpn_pick_groups(bool gathers)
 {
-    enum { many = kvpn_group, most = kvpn_large_group };
-    switch (way) {
-    case kvpn_by_gather:
-        return world == 2   ? (const void *)kvpn_kernel<kvpn_gather_all, T, 2>
-               : world <= 4 ? (const void *)kvpn_kernel<kvpn_gather_all, T, 4>
-                            : (const void *)kvpn_kernel<kvpn_gather_all, T, 8>;
-    case kvpn_by_parts:
-        return world == 2 ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, T::whole>>
-                          : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, T::whole>>;
-    case kvpn_by_parts_many:
-        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<many, false, T::whole>>;
-    case kvpn_by_parts_most:
-        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<most, false, T::whole>>;
-    case kvpn_by_gather_many:
-        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<many, true, T::whole>>;
-    default:
-        return (const void *)kvpn_parts_kernel<kvpn_parts_groups<most, true, T::whole>>;
-    }
+    return gathers ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<group, true, whole>>
+                   : (const void *)kvpn_parts_kernel<kvpn_parts_groups<group, false, whole>>;
+}
+
+template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world)
+{
+    const bool gathers = way >= kvpn_by_gather_many;
+    if (way == kvpn_by_gather)
+        return world == 2   ? (const void *)kvpn_kernel<kvpn_gather_all, kvpn_any<whole>, 2>
+               : world <= 4 ? (const void *)kvpn_kernel<kvpn_gather_all, kvpn_any<whole>, 4>
+                            : (const void *)kvpn_kernel<kvpn_gather_all, kvpn_any<whole>, 8>;
+    if (way == kvpn_by_parts)
+        return world == 2 ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, whole>>
+                          : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, whole>>;
+    return kvpn_group_of(way) == kvpn_group ? kvpn_pick_groups<kvpn_group, whole>(gathers)
+                                            : kvpn_pick_groups<kvpn_large_group, whole>(gathers);
 }
 #endif
 
@@ -3654,7 +3591,7 @@ static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, b
 {
 #ifndef KVPRIM_NO_EXCHANGE
     if (way >= kvpn_by_gather)
-        return whole ? kvpn_pick_parts<kvpn_any<true>>(way, world) : kvpn_pick_parts<kvpn_any<false>>(way, world);
+        return whole ? kvpn_pick_parts<true>(way, world) : kvpn_pick_parts<false>(way, world);
 #endif
     return way == kvpn_by_pipeline   ? kvpn_pick<kvpn_pipeline, 2, kvpn_pipeline>(dtype, whole)
            : way == kvpn_by_scatter  ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
@@ -3695,7 +3632,7 @@ static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
 static bool kvpn_can_cluster(const kvprim_comm *comm)
 {
     enum { largest = 1 << kvpn_few_max_share_bits };
-    const void *const kernel = kvpn_pick_few(KVPRIM_BF16, comm->world, kvpn_norm_all);
+    const void *const kernel = kvpn_pick_norm(KVPRIM_BF16, comm->world, kvpn_norm_all);
     int major;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, comm->device) != cudaSuccess ||
         comm->blocks <= (major < 12 ? 8u : 12u) * (largest - 1))
@@ -3714,18 +3651,6 @@ static bool kvpn_can_cluster(const kvprim_comm *comm)
     }
     return true;
 }
-
-static bool kvpn_load_norms(kvpn_init_task *task)
-{
-    bool loaded = true;
-    for (int k = 0; k < 2; k++) {
-        const kvprim_dtype dtype = k ? KVPRIM_BF16 : KVPRIM_F16;
-        loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm(dtype));
-        for (int form = kvpn_norm_plain; form < kvpn_norm_alone; form++)
-            loaded = loaded && kvpn_load_kernel(task, kvpn_pick_few(dtype, task->comm.world, (kvpn_norm_form)form));
-    }
-    return loaded;
-}
 #endif
 
 /* CUDA loads a kernel at its first launch. That may wait for a running kernel, which may wait for another rank, so all
@@ -3740,8 +3665,11 @@ static void kvpn_load_kernels(kvpn_init_task *task)
         for (int k = 0; k < 8; k++)
             loaded = loaded && kvpn_load_kernel(task, kvpn_kernel_of((kvpn_way)way, types[k / 2], world, k % 2 == 1));
 #ifndef KVPRIM_NO_NORM
+    for (int k = 0; k < 2; k++)
+        for (int form = kvpn_norm_plain; form <= kvpn_norm_alone; form++)
+            loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm(types[k], world, (kvpn_norm_form)form));
     /* kernels_wait: compiled for 9.0 or newer, without which a cluster has no instructions */
-    task->mine.clusters = loaded && kvpn_load_norms(task) && task->kernels_wait && kvpn_can_cluster(&task->comm);
+    task->mine.clusters = loaded && task->kernels_wait && kvpn_can_cluster(&task->comm);
 #endif
     (void)cudaGetLastError();
 }
@@ -3753,8 +3681,8 @@ static kvprim_status kvpn_prepare_norm(kvpn_init_task *task)
 #if defined(KVPRIM_NCCL_KERNELS) && !defined(KVPRIM_NO_NORM)
     const char *const f = "kvprim_comm_init";
     cudaFuncAttributes attributes;
-    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_F16));
-    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_BF16));
+    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_F16, 1, kvpn_norm_alone));
+    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_BF16, 1, kvpn_norm_alone));
     (void)cudaGetLastError(); /* its launch reports it */
     if (task->comm.world > 1)
         KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&task->comm.sums, kvpn_sums_bytes));
@@ -4255,24 +4183,6 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm)
 
 /* >>impl_call -- a collective's arguments */
 
-/* Name, bytes, and NCCL's ncclDataType_t, which older versions of its header lack. */
-typedef struct kvpn_type {
-    const char *name;
-    size_t bytes;
-    int nccl;
-} kvpn_type;
-
-static kvpn_type kvpn_type_of(kvprim_dtype dtype)
-{
-    enum { bf16 = 9, e4m3 = 10, e5m2 = 11 };
-    const kvpn_type types[] = {{"U8", 1, ncclUint8},    {"F16", 2, ncclFloat16}, {"BF16", 2, bf16},
-                               {"F32", 4, ncclFloat32}, {"F64", 8, ncclFloat64}, {"INT8", 1, ncclInt8},
-                               {"INT32", 4, ncclInt32}, {"INT64", 8, ncclInt64}, {"F8E4M3", 1, e4m3},
-                               {"F8E5M2", 1, e5m2}};
-    const kvpn_type none = {NULL, 0, -1};
-    return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype - KVPRIM_U8] : none;
-}
-
 static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
 
 /* In this order: reductions, those of parts (the gather first), then those with a root or a peer. */
@@ -4362,19 +4272,23 @@ static size_t kvpn_part_begin(const kvpn_call *c, int r, bool sends)
     return begin;
 }
 
-/* Sets the count to the largest of counts. Their sum must be a number of bytes, so that no later sum overflows. */
+/* Sets the count to the largest of counts. Their sum must be a number of bytes, so that no later sum overflows. An
+   all_gatherv of equal parts becomes an all_gather. */
 static kvprim_status kvpn_check_counts(kvpn_call *c)
 {
     const size_t world = (size_t)c->comm->world, many = c->kind == kvpn_all_to_allv ? world * world : world;
     const size_t most = SIZE_MAX / sizeof(double);
-    size_t sum = 0;
+    size_t sum = 0, least = SIZE_MAX;
     KVPRIM_REFUSE(!c->counts, NULL, "%s: counts is NULL", c->function);
     for (size_t k = 0; k < many; k++) {
         KVPRIM_REFUSE(c->counts[k] > most - sum, SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
                       c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
         sum += c->counts[k];
         c->count = c->counts[k] > c->count ? c->counts[k] : c->count;
+        least = c->counts[k] < least ? c->counts[k] : least;
     }
+    if (c->kind == kvpn_all_gatherv && least == c->count)
+        c->kind = kvpn_all_gather, c->counts = NULL;
     return KVPRIM_OK;
 }
 
@@ -4476,15 +4390,12 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 #ifdef KVPRIM_NCCL_KERNELS
 /* >>impl_launch -- collectives by own kernels: which way, which grid */
 
-static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 2 * kvpn_max_blocks) * 8 >=
-                  32 * (int)kvpn_pipeline_packs,
-              "a block has slots for a step of a warp");
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
               "the page has room for turns, the stop reason and nonces");
-static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8 >=
-                  32 * ((int)kvpn_large_group + 1),
-              "a block has slots for a warp");
+enum { kvpn_min_block_slots = (kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 8 * kvpn_max_blocks) * 8 };
+static_assert((int)kvpn_min_block_slots >= 32 * ((int)kvpn_large_group + 1), "a block has slots for a warp");
+static_assert(4 * (int)kvpn_min_block_slots >= 32 * (int)kvpn_pipeline_packs, "of two ranks, for a step of a warp");
 
 static kvpn_extent kvpn_extent_of(const kvpn_call *c)
 {
@@ -4582,34 +4493,31 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
 static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
 {
     static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
-    const uint32_t type = c->dtype == KVPRIM_F32      ? kvpn_is_f32
-                          : c->dtype == KVPRIM_BF16   ? kvpn_is_bf16
-                          : c->dtype == KVPRIM_F16    ? kvpn_is_f16
-                          : c->dtype == KVPRIM_F8E4M3 ? kvpn_is_e4m3
-                                                      : kvpn_is_e5m2;
-    p->what = ops[c->op_or_peer] | type | (way == kvpn_by_two_shot ? kvpn_shares : 0);
+    p->what = ops[c->op_or_peer] | kvpn_type_of(c->dtype).own | (way == kvpn_by_two_shot ? kvpn_shares : 0);
     p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
     p->per_rank = 1.0 / c->comm->world;
 }
 
-/* Reduces in one launch, or in several if the tensor is larger than the slots. */
-static kvprim_status kvpn_launch_reduction(const kvpn_call *c, kvpn_way way)
+/* Reduces in one launch, or in several if the tensor is larger than the slots; or gathers few bytes, by
+   kvpn_by_gather. */
+static kvprim_status kvpn_launch_packs(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
     const size_t all = c->count * c->element, most = kvpn_capacity_bytes(comm, way);
+    const size_t pack = way == kvpn_by_gather ? 8 : 16;
     const kvprim_dtype type = c->op_or_peer == KVPRIM_SUM ? c->dtype : KVPRIM_U8; /* see kvpn_pick */
     kvpn_params p = {};
     kvpn_set_ranks(comm, &p);
     kvpn_set_what(&p, c, way);
-    p.pitch = c->kind == kvpn_reduce_scatter ? all : 0;
+    p.pitch = c->kind == kvpn_reduce_scatter || way == kvpn_by_gather ? all : 0;
     for (size_t at = 0; at < all; at += most) {
         uint32_t blocks, threads;
         p.send = (const char *)c->send + at, p.recv = (char *)c->recv + at;
         p.count = all - at < most ? all - at : most;
-        p.packs = (uint32_t)((p.count + 15) / 16);
+        p.packs = (uint32_t)((p.count + pack - 1) / pack);
         p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
         kvpn_set_grid(comm, &p, way, &blocks, &threads);
-        const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | p.pitch | p.count) % 16 == 0;
+        const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | p.pitch | p.count) % pack == 0;
         KVPRIM_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, type, comm->world, whole), blocks, 1, dim3(threads), &p));
     }
     return KVPRIM_OK;
@@ -4646,21 +4554,6 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
     return all % pack == 0;
 }
 
-/* The few bytes of kvpn_by_gather. */
-static kvprim_status kvpn_launch_gather(const kvpn_call *c, size_t bytes)
-{
-    kvpn_params p = {};
-    uint32_t blocks, threads;
-    kvpn_set_ranks(c->comm, &p);
-    p.send = c->send, p.recv = c->recv;
-    p.count = p.pitch = bytes;
-    p.packs = p.slice_packs = (uint32_t)((bytes + 7) / 8);
-    kvpn_set_grid(c->comm, &p, kvpn_by_gather, &blocks, &threads);
-    const bool whole = ((uintptr_t)p.send | (uintptr_t)p.recv | bytes) % 8 == 0;
-    return kvpn_launch_kernel(c, kvpn_kernel_of(kvpn_by_gather, KVPRIM_U8, c->comm->world, whole), blocks, 1,
-                              dim3(threads), &p);
-}
-
 enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
 
 /* In as many chunks as the largest part takes, also where this rank's parts are smaller. What stays on the rank is
@@ -4676,8 +4569,6 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
                  own_step = (e.own + 128 * chunks - 1) / (128 * chunks) * 128,
                  own = own_step < e.own ? own_step : e.own;
     kvpn_parts_params p = {};
-    if (way == kvpn_by_gather)
-        return kvpn_launch_gather(c, e.largest);
     kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
         const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, unit, &p);
@@ -4773,7 +4664,7 @@ static kvprim_status kvpn_launch_few(const kvpn_call *c, const kvprim_norm_desc 
     uint32_t blocks, threads;
     kvpn_norm_params p = kvpn_make_few_params(c->comm, d, &blocks, &threads);
     kvpn_set_ranks(c->comm, &p);
-    return kvpn_launch_kernel(c, kvpn_pick_few(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
+    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
                               1u << p.share_bits, dim3(threads, p.rows), &p);
 }
 
@@ -4783,7 +4674,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
     const uint32_t row_packs = (uint32_t)(d->hidden / 8), most = kvpn_norm_is<kvpn_norm_alone>::packs;
     kvpn_norm_params p = kvpn_make_norm_params(d);
     p.trigger = (uint32_t)c->comm->trigger;
-    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype), p.tokens, 1,
+    return kvpn_launch_kernel(c, kvpn_pick_norm(d->dtype, c->comm->world, kvpn_norm_alone), p.tokens, 1,
                               dim3(kvpn_few_threads((row_packs + most - 1) / most, 0)), &p);
 }
 #endif
@@ -4986,16 +4877,6 @@ KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
 
 /* >>impl_collective -- the public collectives */
 
-/* An all_gatherv of equal parts is an all_gather of bytes. */
-static void kvpn_simplify_counts(kvpn_call *c)
-{
-    bool equal = c->kind == kvpn_all_gatherv;
-    for (int r = 0; r < c->comm->world && equal; r++)
-        equal = c->counts[r] == c->count;
-    if (equal)
-        c->kind = kvpn_all_gather, c->type = ncclUint8, c->count *= c->element, c->element = 1;
-}
-
 static kvprim_status kvpn_run_call(kvpn_call *c)
 {
     if (c->kind == kvpn_all_gatherv || c->kind == kvpn_all_to_allv)
@@ -5003,15 +4884,14 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
     if (c->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpn_check_call(c));
-    kvpn_simplify_counts(c);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
 #ifndef KVPRIM_NO_EXCHANGE
-    if (way >= kvpn_by_gather)
+    if (way > kvpn_by_gather)
         return kvpn_launch_parts(c, way);
 #endif
     if (way != kvpn_by_nccl)
-        return kvpn_launch_reduction(c, way);
+        return kvpn_launch_packs(c, way);
 #endif
     return kvpn_run_nccl(c);
 }
@@ -5360,7 +5240,7 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
     }
     if (c->comm->peer[0]) { /* whatever all_reduce_limit is */
         const kvpn_way way = kvpn_choose_sum(c->comm, false, bytes, d->dtype, KVPRIM_SUM);
-        KVPRIM_TRY(kvpn_launch_reduction(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
+        KVPRIM_TRY(kvpn_launch_packs(&sum, way == kvpn_by_nccl ? kvpn_by_two_shot : way));
     } else {
         KVPRIM_TRY(kvpn_run_nccl(&sum));
     }
@@ -5441,6 +5321,15 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_
    The host's twin. It reads addends and residual up to three times instead of keeping a row. An element's outputs are
    written after all reads of that element, so they may lie in its place. */
 
+/* A token under way. */
+typedef struct kvpn_host_token {
+    const kvprim_norm_desc *d;
+    const void *const *sends;
+    int32_t world;
+    int64_t token;
+    float factor; /* 1 / sqrt(mean(r * r) + eps) */
+} kvpn_host_token;
+
 static float kvpn_host_element(const kvprim_norm_desc *d, const void *tensor, int64_t at)
 {
     uint16_t bits;
@@ -5460,29 +5349,26 @@ static float kvpn_host_rounded(const kvprim_norm_desc *d, float x)
     return kvpi_of_element(d->dtype, kvpi_to_element(d->dtype, x));
 }
 
-/* s of element i of a token. */
-static float kvpn_host_sum(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token, int64_t i)
+/* r of element i, and *s. */
+static float kvpn_host_residual(const kvpn_host_token *t, int64_t i, float *s)
 {
-    const int64_t at = token * d->send_stride + i;
-    float sum = kvpn_host_element(d, sends[0], at);
-    for (int32_t r = 1; r < world; r++)
-        sum = kvpi_rounded(sum + kvpn_host_element(d, sends[r], at));
+    const kvprim_norm_desc *const d = t->d;
+    float sum = kvpn_host_element(d, t->sends[0], t->token * d->send_stride + i);
+    for (int32_t r = 1; r < t->world; r++)
+        sum = kvpi_rounded(sum + kvpn_host_element(d, t->sends[r], t->token * d->send_stride + i));
+    *s = kvpn_host_rounded(d, sum);
+    if (!d->residual)
+        return *s;
+    sum = kvpi_rounded(*s + kvpn_host_element(d, d->residual, t->token * d->residual_stride + i));
     return kvpn_host_rounded(d, sum);
 }
 
-/* r, from s. */
-static float kvpn_host_residual(const kvprim_norm_desc *d, float s, int64_t token, int64_t i)
-{
-    const int64_t at = token * d->residual_stride + i;
-    return d->residual ? kvpn_host_rounded(d, kvpi_rounded(s + kvpn_host_element(d, d->residual, at))) : s;
-}
-
 /* y, from r. */
-static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, int64_t i)
+static float kvpn_host_scaled(const kvpn_host_token *t, float r, int64_t i)
 {
-    const float weight = kvpn_host_element(d, d->weight, i);
-    const float by = d->weight_plus_one ? kvpi_rounded(weight + 1) : weight;
-    return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
+    const float weight = kvpn_host_element(t->d, t->d->weight, i);
+    const float by = t->d->weight_plus_one ? kvpi_rounded(weight + 1) : weight;
+    return kvpn_host_rounded(t->d, kvpi_product(kvpi_product(r, t->factor), by));
 }
 
 /* Whether a * a * x > 1, exactly. a has 25 bits and x has 24, so a * a fits into the 53 bits of an fp64. So do the
@@ -5516,75 +5402,64 @@ static float kvpn_host_rsqrt(float x)
     return kvpi_float_of(low);
 }
 
-/* Adds pack number `pack` to the tree of those before it: parts[k] is the sum of 2^k packs, where bit k of the number
-   is set. */
-static void kvpn_host_add_to_tree(float *parts, int64_t pack, float sum)
+static float kvpn_host_factor(const kvpn_host_token *t)
 {
-    int k = 0;
-    for (; pack >> k & 1; k++)
-        sum = kvpi_rounded(parts[k] + sum);
-    parts[k] = sum;
-}
-
-/* 1 / sqrt(mean(r * r) + eps) of a token. */
-static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token)
-{
-    const int64_t packs = d->hidden / 8;
-    float parts[12], sum = 0; /* 2,048 packs */
+    const int64_t packs = t->d->hidden / 8;
+    float parts[12], sum = 0, s; /* 2,048 packs */
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            const double r = (double)kvpn_host_residual(t, i, &s);
             sum = kvpi_rounded((float)((double)sum + r * r)); /* fmaf: fp64 holds the square of 8 or 11 bits */
         }
-        kvpn_host_add_to_tree(parts, pack, sum);
+        int k = 0;
+        for (; pack >> k & 1; k++) /* a tree: parts[k] is the sum of 2^k packs, where bit k of `pack` is set */
+            sum = kvpi_rounded(parts[k] + sum);
+        parts[k] = sum;
     }
     sum = 0;
     for (int k = 0; k < 12; k++)
         if (packs >> k & 1)
             sum = kvpi_rounded(parts[k] + sum);
-    volatile float mean = kvpi_product(sum, kvpi_quotient(1, (float)d->hidden)); /* not fused with what follows */
-    return kvpn_host_rsqrt(kvpi_rounded(mean + d->eps));
+    volatile float mean = kvpi_product(sum, kvpi_quotient(1, (float)t->d->hidden)); /* not fused with what follows */
+    return kvpn_host_rsqrt(kvpi_rounded(mean + t->d->eps));
 }
 
-/* The scale of the elements from `first` on, up to `end`: computed, unless the whole tensor has one. */
-static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
-                             float factor, int64_t first, int64_t end)
+/* The scale of the elements from `first` on, up to `end`: computed and written, unless the whole tensor has one. */
+static float kvpn_host_scale(const kvpn_host_token *t, int64_t first, int64_t end)
 {
-    const bool powers = d->scale_power_of_two || d->scale_dtype == KVPRIM_F8E8M0;
+    const kvprim_norm_desc *const d = t->d;
+    const bool exponents = d->scale_dtype == KVPRIM_F8E8M0;
+    const int64_t group = first / (end - first);
     uint32_t most = 0;
+    float s;
     if (!d->scale_per_token && !d->scale_group)
         return d->scale ? *d->scale : 1;
-    for (int64_t i = first; i < end; i++) {
-        const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-        most = kvpi_tile_most(most, kvpn_host_scaled(d, r, factor, i));
-    }
-    return kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->scale_min, powers);
-}
-
-static void kvpn_host_write_scale(const kvprim_norm_desc *d, int64_t token, int64_t group, float scale)
-{
-    if ((d->scale_per_token || d->scale_group) && d->scale_dtype != KVPRIM_F8E8M0)
-        d->scale[token * d->scale_stride + group * d->scale_group_stride] = scale;
-    else if (d->scale_group)
-        ((unsigned char *)(d->scale + token * d->scale_stride + group / 4 * d->scale_group_stride))[group % 4] =
-            (unsigned char)(kvpi_bits_of(scale) >> 23);
+    for (int64_t i = first; i < end; i++)
+        most = kvpi_tile_most(most, kvpn_host_scaled(t, kvpn_host_residual(t, i, &s), i));
+    const float scale =
+        kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->scale_min, d->scale_power_of_two || exponents);
+    float *const at = d->scale + t->token * d->scale_stride + (exponents ? group / 4 : group) * d->scale_group_stride;
+    if (exponents)
+        ((unsigned char *)at)[group % 4] = (unsigned char)kvpi_to_e8m0(scale);
+    else
+        *at = scale;
+    return scale;
 }
 
 /* `first` to `end`: the elements of a scale. */
-static void kvpn_host_norm(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
-                           float factor, int64_t first, int64_t end)
+static void kvpn_host_norm(const kvpn_host_token *t, int64_t first, int64_t end)
 {
-    const float scale = kvpn_host_scale(d, sends, world, token, factor, first, end);
-    kvpn_host_write_scale(d, token, first / (end - first), scale);
+    const kvprim_norm_desc *const d = t->d;
+    const float scale = kvpn_host_scale(t, first, end);
     for (int64_t i = first; i < end; i++) {
-        const float s = kvpn_host_sum(d, sends, world, token, i), r = kvpn_host_residual(d, s, token, i);
-        const float y = kvpn_host_scaled(d, r, factor, i);
-        kvpn_set_host_element(d, d->sum, token * d->sum_stride + i, s);
-        kvpn_set_host_element(d, d->residual_out, token * d->residual_out_stride + i, r);
-        kvpn_set_host_element(d, d->out, token * d->out_stride + i, y);
+        float s;
+        const float r = kvpn_host_residual(t, i, &s), y = kvpn_host_scaled(t, r, i);
+        kvpn_set_host_element(d, d->sum, t->token * d->sum_stride + i, s);
+        kvpn_set_host_element(d, d->residual_out, t->token * d->residual_out_stride + i, r);
+        kvpn_set_host_element(d, d->out, t->token * d->out_stride + i, y);
         if (d->quantised)
-            ((unsigned char *)d->quantised)[token * d->quantised_stride + i] =
+            ((unsigned char *)d->quantised)[t->token * d->quantised_stride + i] =
                 (unsigned char)kvpi_to_e4m3(kvpi_quotient(y, scale));
     }
 }
@@ -5599,10 +5474,11 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
     KVPRIM_TRY(kvpn_check_norm(f, desc, sends, world, true));
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     const int64_t each = d.scale_group ? d.scale_group : d.hidden; /* elements of a scale */
-    for (int64_t token = 0; token < d.tokens; token++) {
-        const float factor = kvpn_host_factor(&d, sends, world, token);
+    kvpn_host_token t = {&d, sends, world, 0, 0};
+    for (; t.token < d.tokens; t.token++) {
+        t.factor = kvpn_host_factor(&t);
         for (int64_t first = 0; first < d.hidden; first += each)
-            kvpn_host_norm(&d, sends, world, token, factor, first, first + each);
+            kvpn_host_norm(&t, first, first + each);
     }
     return KVPRIM_OK;
 }

@@ -36,9 +36,9 @@ static void enqueue_by(rank_state &r, const way_call &w, kvpn_way way, bool wind
     if (window)
         NCCL(kvpn_enqueue_nccl(&c));
     else
-        check_kvprim(way == kvpn_by_nccl     ? kvpn_run_nccl(&c)
-                     : way >= kvpn_by_gather ? kvpn_launch_parts(&c, way)
-                                             : kvpn_launch_reduction(&c, way));
+        check_kvprim(way == kvpn_by_nccl    ? kvpn_run_nccl(&c)
+                     : way > kvpn_by_gather ? kvpn_launch_parts(&c, way)
+                                            : kvpn_launch_packs(&c, way));
 }
 
 static void verify_parts(rank_state &r, const kvpn_call &c, const char *at, const char *name)

@@ -152,21 +152,6 @@ static inline int fetch_place(fetch_case *c, const fetch_sizes *most)
 
 /* ---- inputs ---- */
 
-/* Any number that names nothing. */
-static inline int64_t fetch_wild(kvprim_index_type type, int64_t n)
-{
-    switch (below(4)) {
-    case 0:
-        return -1 - (int64_t)below(3);
-    case 1:
-        return n + (int64_t)below(3);
-    case 2:
-        return type == KVPRIM_I64 ? INT64_MAX - (int64_t)below(2) : INT32_MAX;
-    default:
-        return type == KVPRIM_I64 ? (int64_t)random_u64() : (int32_t)random_u64();
-    }
-}
-
 /* One in `wild` names nothing. Others come from a part of the tokens, which moves slowly, so that some are hot. */
 static inline void fetch_tokens(const fetch_case *c, const void *array, int64_t rows, int64_t n, int64_t stride,
                                 uint64_t wild, int64_t spread)
@@ -177,7 +162,7 @@ static inline void fetch_tokens(const fetch_case *c, const void *array, int64_t 
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = (start + (int64_t)below((uint64_t)spread)) % d->set.tokens;
             set_element((void *)(uintptr_t)array, d->wanted_type, r * stride + i,
-                        below(wild) ? token : fetch_wild(d->wanted_type, d->set.tokens));
+                        below(wild) ? token : wild_number(d->wanted_type, d->set.tokens));
         }
     }
 }
@@ -192,7 +177,7 @@ static inline void fetch_fill(fetch_case *c, int twice)
     for (int64_t i = 0; i < d->count; i++) {
         const int64_t state = twice ? (int64_t)below((uint64_t)states) : (i + shift) % states;
         set_element((void *)(uintptr_t)d->state, d->state_type, i,
-                    below(8) ? state : fetch_wild(d->state_type, states) | (int64_t)(twice ? 0 : below(2)));
+                    below(8) ? state : wild_number(d->state_type, states) | (int64_t)(twice ? 0 : below(2)));
     }
     if (!twice) /* wild ones may name a state that another request has */
         for (int64_t i = 0; i < d->count; i++) {
@@ -209,7 +194,7 @@ static inline void fetch_fill(fetch_case *c, int twice)
     for (int64_t r = 0; d->pages && r < (d->pages_by_state ? states : d->count); r++)
         for (int64_t i = 0; i < d->max_pages; i++)
             set_element((void *)(uintptr_t)d->pages, d->pages_type, r * stride + i,
-                        below(12) ? (int64_t)below((uint64_t)pages) : fetch_wild(d->pages_type, pages));
+                        below(12) ? (int64_t)below((uint64_t)pages) : wild_number(d->pages_type, pages));
 }
 
 /* ---- what must come of it ---- */

@@ -17,6 +17,21 @@ static inline void set_element(void *array, kvprim_index_type type, int64_t i, i
         ((int32_t *)array)[i] = (int32_t)value;
 }
 
+/* Any number that names none of n. */
+static inline int64_t wild_number(kvprim_index_type type, int64_t n)
+{
+    switch (below(4)) {
+    case 0:
+        return -1 - (int64_t)below(3);
+    case 1:
+        return n + (int64_t)below(3);
+    case 2:
+        return type == KVPRIM_I64 ? INT64_MAX - (int64_t)below(2) : INT32_MAX;
+    default:
+        return type == KVPRIM_I64 ? (int64_t)random_u64() : (int32_t)random_u64();
+    }
+}
+
 static inline int64_t high_half(int64_t x)
 {
     return x < 0 ? -1 - (-1 - x) / ((int64_t)1 << 32) : x / ((int64_t)1 << 32);

@@ -57,21 +57,10 @@ static kvprim_index_type index_type_of(unsigned n)
     return n % 2 ? KVPRIM_I64 : KVPRIM_I32;
 }
 
-/* Below n; one in `wild`: negative, past n, or any number of its type. */
+/* Below n; one in `wild` names nothing. */
 static int64_t number_below(kvprim_index_type type, int64_t n, uint64_t wild)
 {
-    if (wild == 0 || below(wild))
-        return (int64_t)below((uint64_t)n);
-    switch (below(4)) {
-    case 0:
-        return -1 - (int64_t)below(3);
-    case 1:
-        return n + (int64_t)below(3);
-    case 2:
-        return type == KVPRIM_I64 ? INT64_MAX - (int64_t)below(2) : INT32_MAX;
-    default:
-        return type == KVPRIM_I64 ? (int64_t)random_u64() : (int32_t)random_u64();
-    }
+    return wild == 0 || below(wild) ? (int64_t)below((uint64_t)n) : wild_number(type, n);
 }
 
 /* Counts of tokens in ascending order: the first `empty` requests have none, nor have the last, nor others between.

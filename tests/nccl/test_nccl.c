@@ -896,7 +896,7 @@ static void test_launched_reductions(void)
         c.element = kvpn_type_of(type.dtype).bytes;
         const kvpn_params &p = launched_with;
         const uint32_t bytes = (uint32_t)(c.count * c.element), packs = (bytes + 15) / 16, n = (uint32_t)world;
-        CHECK(kvpn_launch_reduction(&c, way) == KVPRIM_OK);
+        CHECK(kvpn_launch_packs(&c, way) == KVPRIM_OK);
         CHECK(launched == kernel_for(way, world, type.dtype, c.element > 1 && op[0] == KVPRIM_SUM, !odd));
         CHECK(p.what == (op[1] | type.bit | (way == kvpn_by_two_shot ? kvpn_shares : 0)) && p.signs == type.signs);
         CHECK(p.per_rank == 1.0 / world && p.pitch == (scatters ? bytes : 0));

@@ -79,39 +79,44 @@ static float tree_of(const float *numbers, size_t count)
     return count == 1 ? *numbers : tree_of(numbers, count / 2) + tree_of(numbers + count / 2, count / 2);
 }
 
+/* The GPU threads of a row, and each one's part of a token. */
+template <class norm> struct row_of {
+    std::vector<kvpn_thread> threads;
+    std::vector<typename norm::token> tokens;
+    std::vector<typename norm::later> later;
+
+    explicit row_of(size_t all) : tokens(all), later(all)
+    {
+    }
+};
+
 /* The sum of a token's squares: packs in groups of 32, then the groups. */
-template <kvpn_norm_form form>
-static float total_of(const std::vector<kvpn_thread> &row, const std::vector<kvpn_norm_token<form>> &tokens)
+template <class norm> static float total_of(const row_of<norm> &row)
 {
     float groups[64] = {};
-    for (uint32_t k = 0; k < kvpn_norm_is<form>::packs; k++)
-        for (size_t first = 0; first < row.size(); first += 32) {
+    for (uint32_t k = 0; k < norm::packs; k++)
+        for (size_t first = 0; first < row.tokens.size(); first += 32) {
             float lanes[32];
             for (size_t i = 0; i < 32; i++)
-                lanes[i] = tokens[first + i].squares[k];
-            const uint32_t group = kvpn_norm_pack(row[first], k) / 32;
-            CHECK(group < kvpn_norm_is<form>::groups);
+                lanes[i] = row.tokens[first + i].squares[k];
+            const uint32_t group = norm::pack(row.threads[first], k) / 32;
+            CHECK(group < norm::is::groups);
             groups[group] = tree_of(lanes, 32);
         }
-    return tree_of(groups, kvpn_norm_is<form>::groups);
+    return tree_of(groups, norm::is::groups);
 }
 
 /* Quantises a token, whose largest |y| is `largest`, or the packs of each 16 neighbouring threads by their own. */
-template <kvpn_norm_form form>
-static void quantise(const kvpn_norm_params &p, const std::vector<kvpn_thread> &row, uint32_t largest,
-                     const std::vector<kvpn_norm_token<form>> &tokens)
+template <class norm> static void quantise(const kvpn_norm_params &p, const row_of<norm> &row, uint32_t largest)
 {
-    constexpr uint32_t packs = kvpn_norm_is<form>::packs;
-    for (size_t first = 0; first < row.size(); first += 16) {
-        uint32_t most[packs] = {};
+    for (size_t first = 0; first < row.tokens.size(); first += 16) {
+        uint32_t most[norm::packs] = {};
         for (size_t t = first; t < first + 16; t++)
-            for (uint32_t k = 0; k < packs; k++)
-                if (p.scales < kvpn_of_groups)
-                    most[k] = largest;
-                else if (kvpn_norm_has<form>(p, row[t], k))
-                    most[k] = kvpn_norm_most<kvpn_bf16>(most[k], tokens[t].r[k]);
+            for (uint32_t k = 0; k < norm::packs; k++)
+                most[k] =
+                    p.scales < kvpn_of_groups ? largest : norm::most_of(p, row.threads[t], row.tokens[t], k, most[k]);
         for (size_t t = first; t < first + 16; t++)
-            kvpn_norm_quantise<kvpn_bf16>(p, row[t], most, tokens[t]);
+            norm::quantise(p, row.threads[t], most, row.tokens[t]);
     }
 }
 
@@ -119,91 +124,87 @@ static void quantise(const kvpn_norm_params &p, const std::vector<kvpn_thread> &
 static thread_local std::vector<float> totals;
 
 /* What follows s, for the threads of a row. */
-template <kvpn_norm_form form>
-static void finish_token(const kvpn_norm_params &p, const std::vector<kvpn_thread> &row,
-                         std::vector<kvpn_norm_token<form>> &tokens)
+template <class norm> static void finish_token(const kvpn_norm_params &p, row_of<norm> &row)
 {
     uint32_t largest = 0;
-    for (size_t t = 0; t < row.size(); t++)
-        kvpn_norm_add<kvpn_bf16>(p, row[t], tokens[t]);
-    const float total = total_of<form>(row, tokens);
-    totals[tokens[0].token] = total;
-    for (size_t t = 0; t < row.size(); t++) {
-        kvpn_norm_multiply<kvpn_bf16>(p, row[t], total, tokens[t]);
-        largest = std::max(largest, kvpn_norm_most<kvpn_bf16>(p, row[t], tokens[t]));
+    for (size_t t = 0; t < row.tokens.size(); t++)
+        norm::add(p, row.threads[t], row.tokens[t]);
+    const float total = total_of(row);
+    totals[row.tokens[0].token] = total;
+    for (size_t t = 0; t < row.tokens.size(); t++) {
+        norm::multiply(p, row.threads[t], total, row.tokens[t]);
+        for (uint32_t k = 0; k < norm::packs; k++)
+            largest = norm::most_of(p, row.threads[t], row.tokens[t], k, largest);
     }
     if (p.quantised)
-        quantise<form>(p, row, largest, tokens);
+        quantise(p, row, largest);
 }
 
 /* The norm alone: a block has a token. */
 static void run_alone(const kvpn_norm_params &p, const call &c)
 {
+    using norm = kvpn_norm<kvpn_bf16, 1, kvpn_norm_alone>;
     for (uint32_t b = 0; b < c.tokens; b++) {
-        std::vector<kvpn_thread> row;
-        std::vector<kvpn_norm_token<kvpn_norm_alone>> tokens(c.threads);
+        row_of<norm> row(c.threads);
         for (uint32_t t = 0; t < c.threads; t++) {
-            row.push_back({b, 0, t, c.threads, 0, 0, 0, 0, 0});
-            kvpn_norm_begin(p, row[t], tokens[t]);
+            row.threads.push_back({b, 0, t, c.threads, 0, 0, 0, 0, 0});
+            norm::begin_alone(p, row.threads[t], row.tokens[t]);
         }
-        finish_token<kvpn_norm_alone>(p, row, tokens);
+        finish_token(p, row);
     }
     end_kernel();
 }
 
 /* A token in the kernel of few tokens. */
-template <int max_ranks, kvpn_norm_form form>
-static void finish_few(const kvpn_norm_params &p, std::vector<kvpn_thread> &row,
-                       std::vector<kvpn_norm_token<form>> &tokens, std::vector<kvpn_few_later<max_ranks>> &later)
+template <class norm> static void finish_few(const kvpn_norm_params &p, row_of<norm> &row)
 {
-    for (size_t t = 0; t < row.size(); t++) {
-        kvpn_few_awaited<max_ranks> awaited;
-        kvpn_few_look_ahead(p, row[t], tokens[t], later[t]);
-        if (kvpn_few_poll<kvpn_bf16>(p, row[t], tokens[t], awaited) || kvpn_few_wait(p, row[t], awaited))
-            tokens[t].r[0] = kvpn_few_sum<kvpn_bf16>(p, awaited);
+    for (size_t t = 0; t < row.tokens.size(); t++) {
+        typename norm::awaited awaited;
+        norm::look_ahead(p, row.threads[t], row.tokens[t], row.later[t]);
+        if (norm::poll(p, row.threads[t], row.tokens[t], awaited) || norm::wait(p, row.threads[t], awaited))
+            row.tokens[t].r[0] = norm::sum(p, awaited);
         else
-            kvpn_stop_rank(p, row[t]);
-        kvpn_few_send_next(p, row[t], tokens[t], later[t]);
+            kvpn_stop_rank(p, row.threads[t]);
+        norm::send_next(p, row.threads[t], row.tokens[t], row.later[t]);
     }
-    finish_token<form>(p, row, tokens);
+    finish_token(p, row);
 }
 
 /* The kernel of few tokens. A row here has the threads of all blocks that share its tokens. */
 template <int max_ranks, kvpn_norm_form form> static void run_few(const kvpn_norm_params &p, const call &c)
 {
+    using norm = kvpn_norm<kvpn_bf16, max_ranks, form>;
     const uint32_t used = (c.tokens + c.block_rows - 1) / c.block_rows, all = c.threads << c.share_bits;
-    std::vector<std::vector<kvpn_thread>> rows;
-    std::vector<std::vector<kvpn_norm_token<form>>> tokens;
+    std::vector<row_of<norm>> rows;
     for (uint32_t b = 0; b < used; b++)
         for (uint32_t r = 0; r < c.rows; r++) {
-            rows.emplace_back(), tokens.emplace_back(all);
+            rows.emplace_back(all);
             size_t has = 0;
             for (uint32_t t = 0; t < all; t++) {
-                rows.back().push_back({(b << c.share_bits) + t / c.threads, r, t, c.threads, 0, 0, 0, 0, 0});
-                has += kvpn_few_begin<max_ranks>(p, rows.back()[t], tokens.back()[t]);
+                rows.back().threads.push_back({(b << c.share_bits) + t / c.threads, r, t, c.threads, 0, 0, 0, 0, 0});
+                has += norm::begin(p, rows.back().threads[t], rows.back().tokens[t]);
             }
             CHECK(has == (b * c.block_rows + r < c.tokens ? all : 0));
             if (has == 0)
-                rows.pop_back(), tokens.pop_back();
+                rows.pop_back();
         }
-    for (std::vector<kvpn_thread> &row : rows)
-        for (kvpn_thread &me : row)
+    for (const row_of<norm> &row : rows)
+        for (const kvpn_thread &me : row.threads)
             if (me.role == 0 && me.thread % c.threads == 0)
                 p.turn[me.block] = me.turn ^ 1;
-    std::vector<std::vector<kvpn_few_later<max_ranks>>> later(rows.size(), std::vector<kvpn_few_later<max_ranks>>(all));
     for (bool more = true; more;) { /* a turn of each row, as a row may wait for what another rank's sends in that */
         more = false;
-        for (size_t k = 0; k < rows.size(); k++) {
+        for (row_of<norm> &row : rows) {
             size_t go_on = 0;
-            if (rows[k].empty())
+            if (row.threads.empty())
                 continue;
-            finish_few<max_ranks, form>(p, rows[k], tokens[k], later[k]);
+            finish_few(p, row);
             for (uint32_t t = 0; t < all; t++)
-                go_on += kvpn_few_next(p, rows[k][t], tokens[k][t], later[k][t]);
+                go_on += norm::next(p, row.threads[t], row.tokens[t], row.later[t]);
             CHECK(go_on == 0 || go_on == all);
             more = more || go_on;
             if (!go_on)
-                rows[k].clear();
+                row.threads.clear();
         }
     }
     end_kernel();
