@@ -528,10 +528,15 @@ KVPRIM_DEVICE uint64_t kvpc_add64(uint64_t address, uint64_t value)
     return before;
 }
 
-/* What another block counts now. */
-KVPRIM_DEVICE uint64_t kvpc_load_done(uint64_t address)
+/* What another block tells, 8 bytes at once: a number, and above it the launch. */
+KVPRIM_DEVICE uint64_t kvpc_load_told(uint64_t address)
 {
     return *(const volatile uint64_t *)kvpc_global(address);
+}
+
+KVPRIM_DEVICE void kvpc_tell(uint64_t address, uint32_t number, uint32_t launch)
+{
+    *(volatile uint64_t *)kvpc_global(address) = (uint64_t)launch << 32 | number;
 }
 
 /* An address is ready from here on. Left to itself the compiler makes it when it is used: after the wait for the kernel
@@ -642,12 +647,11 @@ KVPRIM_DEVICE uint32_t kvpc_sum_up(uint32_t *sums, uint32_t number, uint32_t *al
     if (lane == 31)
         sums[warp] = number;
     __syncthreads();
-    *all = 0;
-    for (uint32_t w = 0; w < blockDim.x / 32; w++) {
-        number += w < warp ? sums[w] : 0;
-        *all += sums[w];
-    }
-    return number;
+    uint32_t sum = lane < blockDim.x / 32 ? sums[lane] : 0, before = lane < warp ? sum : 0;
+    for (uint32_t mask = 1; mask < 32; mask *= 2)
+        sum += kvpc_shuffle_xor(sum, mask), before += kvpc_shuffle_xor(before, mask);
+    *all = sum;
+    return number + before;
 }
 
 /* The addresses of words that lie `step` bytes apart. */
@@ -1148,13 +1152,11 @@ template <uint32_t bytes> KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc
     return p.task;
 }
 
-/* Chunk `work` of all. Parts begin at 16-byte boundaries of dst, and the last one takes what a unit that begins inside
+/* The chunk at a spot. Parts begin at 16-byte boundaries of dst, and the last one takes what a unit that begins inside
    16 bytes has more than its parts. `words`: all are whole words. */
 template <bool words, class params, class number>
-KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool first_lane)
+KVPRIM_DEVICE kvpc_chunk kvpc_chunk_at(const params &p, const kvpc_task &t, kvpc_spot<number> s, bool first_lane)
 {
-    const kvpc_task &t = kvpc_task_of(p, work);
-    kvpc_spot<number> s = kvpc_find_spot(p, t, (number)(params::most_tasks > 1 ? work - (number)t.first_chunk : work));
     number part = s.in_row;
     if (t.units > 1) {
         const number unit = kvpc_divide(s.in_row, t.parts);
@@ -1177,6 +1179,15 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool firs
     if ((fills ? !dst_inside || !src_inside : c.bytes == 0) && s.layer == 0 && s.in_row == 0 && first_lane)
         kvpc_count_past(t, s.to, s.from);
     return c;
+}
+
+/* Chunk `work` of all. */
+template <bool words, class params, class number>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool first_lane)
+{
+    const kvpc_task &t = kvpc_task_of(p, work);
+    const number of_task = params::most_tasks > 1 ? work - (number)t.first_chunk : work;
+    return kvpc_chunk_at<words>(p, t, kvpc_find_spot(p, t, of_task), first_lane);
 }
 
 /* >>impl_move_kernels ---------------------------------------------------------------------------------------------- */
@@ -5750,11 +5761,13 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
 /* >>impl_fetch ------------------------------------------------------------------------------------------------------
 
    One launch. Its blocks draw numbers. Each number below `count` is a request to look up. Who draws a larger one knows
-   that all lookups have begun, waits for their end, and copies its share of the rows that they listed. So nobody waits
-   for one that may not have started, however few run at once.
+   that all lookups have begun, and copies its share of the rows that they list. So nobody waits for one that may not
+   have started, however few run at once.
 
    With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
-   instructions, which are fetched anew: so a thread has two entries, in registers. */
+   instructions, which are fetched anew: so a thread has two entries, in registers, and an entry of the list is two
+   pairs of a row and the launch's number, each written at once. Who copies waits for the source, loads the row, and
+   then waits for the destination: slots are found while rows come over the link. */
 #ifndef KVPRIM_NO_FETCH
 
 enum {
@@ -5762,7 +5775,8 @@ enum {
     kvpc_fetch_few_threads = 256, /* of up to as many entries */
     kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
     kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
-    kvpc_fetch_loads = 4          /* words of a thread that copies */
+    kvpc_fetch_loads = 4,         /* words of a thread that copies */
+    kvpc_fetch_marks = (4 * KVPRIM_MAX_HOT_ROWS + 2 * KVPRIM_MAX_FETCH_ENTRIES) / 32 /* words: a bit for each of a log */
 };
 
 typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
@@ -5770,7 +5784,7 @@ typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
 typedef struct kvpc_fetch {
     uint32_t count, draws, entries, fresh, each, span; /* span: entries that a block looks up at a time */
     uint32_t tokens, hot_rows, logged, longest;        /* longest: where a log may end */
-    uint32_t parts, pdl;                               /* parts: 1 with K, 2 with V */
+    uint32_t parts, pdl, aligned;                      /* parts: 1 with K, 2 with V; aligned: whole words */
     kvpc_divisor32 by_top_k;                           /* 0: one step */
     uint64_t step_gap;                                 /* bytes from a step's last token to the next one's first */
     kvpc_divisor by_page;                              /* rows of a page; 0: no pages */
@@ -5783,9 +5797,13 @@ static_assert(sizeof(kvpc_fetch) <= kvpc_params_bytes, "no room");
 
 /* What the threads of a block tell each other. */
 typedef struct kvpc_fetch_block {
-    uint32_t sums[32];
-    int32_t slots[kvpc_fetch_threads * kvpc_fetch_each]; /* that are free, in the order of their last use */
-    uint64_t drawn, done;
+    uint32_t sums[2][32];
+    union {
+        int32_t slots[kvpc_fetch_threads * kvpc_fetch_each]; /* that are free, in the order of their last use */
+        uint32_t marks[kvpc_fetch_marks];
+    };
+    uint32_t before[kvpc_fetch_threads]; /* marks of threads with lower numbers */
+    uint64_t drawn;
     int32_t head;
     uint32_t served, first;
 } kvpc_fetch_block;
@@ -5815,18 +5833,30 @@ KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
 }
 
 /* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
-   launch counts in: words 1 (even launches) and 2, where requests looked up stand above the rows that they listed, and
-   words 3 and 4, where rows are reserved in the list. Who draws the last number ends the launch. */
+   launch counts in: word 1 (even launches) or 2, where requests looked up stand above the rows that they listed. Who
+   draws the last number ends the launch. */
 KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
 {
     const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
     const uint32_t next = (uint32_t)(drawn >> 32 & 1) ^ 1;
     if ((uint32_t)drawn == 0)
-        for (uint32_t word = 1; word < 5; word += 2)
-            kvpc_store8(kvpc_word_of(p, word + next), uint2{0, 0});
+        kvpc_store8(kvpc_word_of(p, 1 + next), uint2{0, 0});
     if ((uint32_t)drawn == p.draws - 1)
         (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
     return drawn;
+}
+
+/* One thread makes room in the list for n rows of a request, and returns where; `last`: it has no more. When no request
+   has, those that copy are told how many rows there are, each in one of several words, as they all look. */
+KVPRIM_DEVICE uint32_t kvpc_reserve(const kvpc_fetch &p, uint32_t launch, uint32_t n, bool last)
+{
+    const bool alone = p.count == 1 && p.span >= p.entries;
+    const uint64_t add = ((uint64_t)(last ? 1 : 0) << 32) + n;
+    const uint64_t first = alone ? 0 : kvpc_add64(kvpc_word_of(p, 1 + launch % 2), add);
+    KVPRIM_ROLLED
+    for (uint32_t k = 0; k < kvpi_fetch_told && last && first >> 32 == p.count - 1; k++)
+        kvpc_tell(kvpc_word_of(p, kvpi_fetch_tell + k), (uint32_t)first + n, launch);
+    return (uint32_t)first;
 }
 
 KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type, uint64_t i)
@@ -5885,68 +5915,68 @@ KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s,
 
 /* >>impl_fetch_slots
 
-   Numbers the slots of the log that are alive, from its head on. `room`: moves them all to the log's start. Otherwise
-   writes the first ones to b->slots, as many as entries want one, and moves the head past them. Returns how many there
-   are. *rank: how many entries of this thread want one, and becomes the number of the first. `slot` holds the thread's
-   first entries of the log. */
-template <bool room>
+   Writes the first `wanted` slots of the log that are alive to b->slots, from its head on, and moves the head past
+   them. Returns how many there are. `slot` holds the thread's first entries of the log. */
 KVPRIM_DEVICE uint32_t kvpc_read_log(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, int32_t *slot,
-                                     uint32_t *rank)
+                                     uint32_t wanted)
 {
-    uint32_t wanted = room ? p.hot_rows : 0, found = 0, all, own = room ? 0 : *rank;
+    uint32_t found = 0, all;
     for (uint32_t at = s->head + threadIdx.x * p.each;; at += p.span) {
         int32_t stamp[kvpc_fetch_each], next[kvpc_fetch_each];
+        uint32_t own = 0;
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             if (stamp[k] = -1, (uint32_t)slot[k] < p.hot_rows)
                 stamp[k] = kvpc_load_new((uintptr_t)kvpc_at(s->stamp, slot[k]));
         kvpc_load_log(p, *s, at + p.span, next);
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-            own += stamp[k] == (int32_t)(at + k) ? 1u << 16 : 0;
-        const uint32_t before = kvpc_sum_up(b->sums, own, &all) - own;
-        if (!room && found == 0 && (all & 0xffff))
-            wanted = all & 0xffff, *rank = before & 0xffff;
-        uint32_t to = found + (before >> 16);
+            own += stamp[k] == (int32_t)(at + k);
+        uint32_t to = found + kvpc_sum_up(b->sums[0], own, &all) - own;
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             if (stamp[k] == (int32_t)(at + k) && to < wanted) {
-                if (room)
-                    *kvpc_at(s->log, (int32_t)to) = slot[k], *kvpc_at(s->stamp, slot[k]) = (int32_t)to;
-                else
-                    b->slots[to] = slot[k];
+                b->slots[to] = slot[k];
                 if (++to == wanted)
                     b->head = (int32_t)(at + k + 1);
             }
-        found += all >> 16, own = 0;
+        found += all;
         __syncthreads();
         if (found >= wanted || at - threadIdx.x * p.each + p.span >= s->base)
             break;
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             slot[k] = next[k];
     }
-    if (wanted > 0)
-        s->head = found < wanted ? s->base : (uint32_t)b->head;
+    s->head = found < wanted ? s->base : (uint32_t)b->head;
     return found < wanted ? found : wanted;
 }
 
-/* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
-   the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether any token
-   repeats: if none does, nobody has to look again. */
-KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, kvpc_entries *x)
+/* Moves what is alive to the log's start, see kvpi_make_room: marks where in the log the slots lie, and counts. */
+KVPRIM_DEVICE void kvpc_make_room(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s)
 {
-    int32_t claim[kvpc_fetch_each];
-    bool repeat = false;
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        x->owns[k] = x->token[k] >= 0 && x->slot[k] < 0;
-        if (claim[k] = -1, x->owns[k])
-            claim[k] = atomicMax(kvpc_at(s.map, x->token[k]), INT32_MAX - (int32_t)(x->first + k));
+    const uint32_t words = (p.logged + 31) / 32, each = (words + blockDim.x - 1) / blockDim.x;
+    uint32_t own = 0, all;
+    __syncthreads();
+    for (uint32_t w = threadIdx.x; w < words; w += blockDim.x)
+        b->marks[w] = 0;
+    __syncthreads();
+    for (uint32_t slot = threadIdx.x; slot < p.hot_rows; slot += blockDim.x) {
+        const uint32_t at = (uint32_t)kvpc_load_new((uintptr_t)kvpc_at(s->stamp, (int32_t)slot));
+        if (at >= s->head && at < s->base)
+            atomicOr(&b->marks[at / 32], 1u << at % 32);
     }
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        repeat = repeat || claim[k] >= 0;
-    if (!__syncthreads_or(repeat))
-        return false;
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        x->owns[k] =
-            x->owns[k] && kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k])) == INT32_MAX - (int32_t)(x->first + k);
-    return true;
+    __syncthreads();
+    for (uint32_t w = threadIdx.x * each; w < (threadIdx.x + 1) * each && w < words; w++)
+        own += (uint32_t)__popc(b->marks[w]);
+    b->before[threadIdx.x] = kvpc_sum_up(b->sums[0], own, &all) - own;
+    __syncthreads();
+    for (uint32_t slot = threadIdx.x; slot < p.hot_rows; slot += blockDim.x) {
+        const uint32_t at = (uint32_t)kvpc_load_new((uintptr_t)kvpc_at(s->stamp, (int32_t)slot)), thread = at / 32 / each;
+        if (at < s->head || at >= s->base)
+            continue;
+        uint32_t to = b->before[thread] + (uint32_t)__popc(b->marks[at / 32] & ((1u << at % 32) - 1));
+        for (uint32_t w = thread * each; w < at / 32; w++)
+            to += (uint32_t)__popc(b->marks[w]);
+        *kvpc_at(s->log, (int32_t)to) = (int32_t)slot, *kvpc_at(s->stamp, (int32_t)slot) = (int32_t)to;
+    }
+    s->head = 0, s->base = all;
 }
 
 /* Where the rows of owned tokens lie; -1: nowhere. Of fresh ones, nowhere, too. */
@@ -5967,49 +5997,63 @@ KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &
     }
 }
 
+/* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
+   the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether any token
+   repeats: if none does, nobody has to look again. host: see kvpc_find_hosts, whose loads are under way meanwhile. */
+KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch &p, const kvpc_fetch_state &s, kvpc_entries *x, int32_t *host)
+{
+    int32_t claim[kvpc_fetch_each];
+    bool repeat = false;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        x->owns[k] = x->token[k] >= 0 && x->slot[k] < 0;
+        if (claim[k] = -1, x->owns[k])
+            claim[k] = atomicMax(kvpc_at(s.map, x->token[k]), INT32_MAX - (int32_t)(x->first + k));
+    }
+    kvpc_find_hosts(p, s, *x, host);
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        repeat = repeat || claim[k] >= 0;
+    if (!__syncthreads_or(repeat))
+        return false;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        x->owns[k] =
+            x->owns[k] && kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k])) == INT32_MAX - (int32_t)(x->first + k);
+    return true;
+}
+
 /* Gives slots to the tokens of this thread's entries that lack one, and lists the rows to copy: *listed so far. */
 KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
                                    uint32_t *listed, uint32_t launch)
 {
     int32_t freed[kvpc_fetch_each], host[kvpc_fetch_each];
-    uint32_t rank = 0;
+    bool takes[kvpc_fetch_each];
+    uint32_t own = 0, wanted;
     kvpc_load_log(p, *s, s->head + threadIdx.x * p.each, freed);
-    const bool repeat = kvpc_claim(*s, x);
-    kvpc_find_hosts(p, *s, *x, host);
+    const bool repeat = kvpc_claim(p, *s, x, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        rank += x->owns[k] && (host[k] >= 0 || x->first + k < p.fresh);
-    const uint32_t n = kvpc_read_log<false>(p, b, s, freed, &rank);
-    uint32_t first = *listed; /* of these rows in the list */
-    if (p.count > 1) {
-        if (threadIdx.x == 0)
-            b->first = (uint32_t)kvpc_add64(kvpc_word_of(p, 3 + launch % 2), n);
-        __syncthreads();
-        first = b->first;
-    }
-    const uint64_t list = kvpc_word_of(p, 0) + (uint64_t)p.layout.list + 8 * (uint64_t)first;
+        takes[k] = x->owns[k] && (host[k] >= 0 || x->first + k < p.fresh), own += takes[k];
+    uint32_t rank = kvpc_sum_up(b->sums[1], own, &wanted) - own;
+    if (threadIdx.x == 0)
+        b->first = kvpc_reserve(p, launch, wanted, x->first + p.span >= p.entries);
+    __syncthreads();
+    const uint64_t list = kvpc_word_of(p, 0) + (uint64_t)p.layout.list + 16 * (uint64_t)b->first;
+    for (uint32_t k = 0, at = rank; k < kvpc_fetch_each; k++)
+        if (takes[k])
+            kvpc_tell(list + 16 * at++, (uint32_t)host[k], launch);
+    const uint32_t n = wanted ? kvpc_read_log(p, b, s, freed, wanted) : 0;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        if (!x->owns[k] || (host[k] < 0 && x->first + k >= p.fresh))
+        if (!takes[k])
             continue;
-        if (rank < n) {
-            x->slot[k] = b->slots[rank];
-            const uint32_t row = (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k];
-            kvpc_store8(list + 8 * rank, uint2{(uint32_t)host[k], row});
-            if (p.d.plan_src) {
-                const uint64_t at = 4 * ((uint64_t)s->request * p.entries + *listed + rank);
-                *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = host[k];
-                *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = (int32_t)row;
-            }
+        x->slot[k] = rank < n ? b->slots[rank] : -1;
+        const uint32_t row = rank < n ? (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k] : UINT32_MAX;
+        kvpc_tell(list + 16 * rank + 8, row, launch);
+        if (p.d.plan_src && rank < n) {
+            const uint64_t at = 4 * ((uint64_t)s->request * p.entries + *listed + rank);
+            *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = host[k];
+            *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = (int32_t)row;
         }
         rank++;
     }
     *listed += n;
-    if (x->first - threadIdx.x * p.each + p.span >= p.entries) { /* all are listed: tell those that copy */
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)1 << 32) + *listed);
-        }
-    }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         if (x->owns[k]) {
             uint32_t old = UINT32_MAX;
@@ -6088,7 +6132,7 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
     }
     const bool missing = __syncthreads_or(lacks);
     if (!missing && threadIdx.x == 0)
-        (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), (uint64_t)1 << 32);
+        (void)kvpc_reserve(p, launch, 0, true);
     for (x->first = own; x->first - own < p.entries; x->first += p.span) {
         if (parts) {
             kvpc_load_tokens(p, s->request, x);
@@ -6107,34 +6151,59 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
         *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = -1;
     }
     s->base += p.entries;
-    if (served && s->base > p.longest) { /* see kvpi_make_room */
-        int32_t slot[kvpc_fetch_each];
-        uint32_t none;
-        __syncthreads();
-        kvpc_load_log(p, *s, s->head + own, slot);
-        s->base = kvpc_read_log<true>(p, b, s, slot, &none), s->head = 0;
-    }
+    if (served && s->base > p.longest)
+        kvpc_make_room(p, b, s);
     if (served && threadIdx.x == 0)
         *kvpc_at(s->ends, 0) = (int32_t)s->head, *kvpc_at(s->ends, 1) = (int32_t)s->base;
 }
 
-/* Copies this block's share of the rows that were listed. */
-KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch_part &p, uint32_t listed)
+/* Waits for the source of entry e of the list, and loads its destination, too. Returns whether there is such an entry.
+   `told`: where the number of entries will be. */
+KVPRIM_DEVICE bool kvpc_wait_listed(uint64_t list, uint64_t told, uint32_t launch, uint32_t e, uint64_t *src,
+                                    uint64_t *dst)
 {
-    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
-    const uint32_t groups = gridDim.x * (blockDim.x >> p.lanes_shift), total = listed * (uint32_t)p.task.chunks.by;
-    for (uint32_t work = blockIdx.x + gridDim.x * (threadIdx.x >> p.lanes_shift); work < total; work += groups) {
-        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, false);
-        if (kvpc_is_words(c)) {
-            uint4 v[kvpc_fetch_loads];
-            kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
-            kvpc_store_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
-        } else
-            kvpc_copy_chunk<1>(c, lane, lanes);
+    for (;;) {
+        *src = kvpc_load_told(list + 16 * (uint64_t)e), *dst = kvpc_load_told(list + 16 * (uint64_t)e + 8);
+        const uint64_t end = kvpc_load_told(told);
+        if (*src >> 32 == launch)
+            return true;
+        if (end >> 32 == launch && e >= (uint32_t)end)
+            return false;
     }
 }
 
-/* A block first guesses that it draws its own number: the tokens are then there when it has drawn. */
+/* Copies the share of one of `copiers` blocks of the rows that are listed. */
+KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &part, uint32_t launch, uint32_t copier)
+{
+    const kvpc_task &t = part.task;
+    const uint32_t lanes = 1u << part.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
+    const uint32_t copiers = p.draws - p.count, groups = copiers * (blockDim.x >> part.lanes_shift);
+    const uint64_t list = kvpc_word_of(p, 0) + (uint64_t)p.layout.list;
+    const uint64_t told = kvpc_word_of(p, kvpi_fetch_tell + copier % kvpi_fetch_told);
+    for (uint32_t work = copier + copiers * (threadIdx.x >> part.lanes_shift); work < part.total; work += groups) {
+        const uint32_t e = kvpc_divide(work, t.chunks);
+        uint64_t src, dst;
+        uint4 v[kvpc_fetch_loads];
+        if (!kvpc_wait_listed(list, told, launch, e, &src, &dst))
+            break;
+        kvpc_spot<uint32_t> s = {0, work - e * (uint32_t)t.chunks.by, part.dst.base, part.src.base, 0, (int32_t)src};
+        kvpc_chunk c = kvpc_chunk_at<true>(part, t, s, false); /* in row 0 of dst, so far */
+        if (p.aligned)
+            kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+        while (dst >> 32 != launch)
+            dst = kvpc_load_told(list + 16 * (uint64_t)e + 8);
+        s.to = (int32_t)dst;
+        if (!p.aligned)
+            kvpc_copy_chunk<1>(kvpc_chunk_at<false>(part, t, s, false), lane, lanes);
+        else if (kvpc_is_inside(t.dst_rows, s.to)) {
+            c.dst += kvpc_place(t.dst, (uint32_t)s.to);
+            kvpc_store_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+        }
+    }
+}
+
+/* A block first guesses that it draws its own number: the tokens are then there when it has drawn. If there are blocks
+   enough, each draws once: those that look up do not copy. */
 static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_fetch_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch KVPRIM_IN_PLACE p)
 {
@@ -6161,22 +6230,15 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
         s.request = drawn;
         if (draws) {
             kvpc_fetch_request(p, &b, &s, &x, (uint32_t)(b.drawn >> 32));
+            if (p.draws == gridDim.x)
+                return;
             s.request = drawn + gridDim.x;
         }
         __syncthreads();
     }
-    if (p.parts == 0)
-        return;
-    if (threadIdx.x == 0) {
-        do
-            b.done = kvpc_load_done(kvpc_word_of(p, 1 + (uint32_t)(b.drawn >> 32 & 1)));
-        while (b.done >> 32 < p.count);
-        __threadfence();
-    }
-    __syncthreads();
     KVPRIM_ROLLED
-    for (uint32_t k = 0; k < p.parts && (uint32_t)b.done; k++)
-        kvpc_copy_listed(p.part[k], (uint32_t)b.done);
+    for (uint32_t k = 0; k < p.parts; k++)
+        kvpc_copy_listed(p, p.part[k], (uint32_t)(b.drawn >> 32), (uint32_t)b.drawn - p.count);
 }
 
 typedef struct kvpc_fetch_reset {
@@ -6207,7 +6269,7 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
     p.d = *d, p.layout = kvpi_fetch_layout_of(&d->set), p.pdl = call->launch.pdl != 0;
     for (const kvprim_move *m = moves; m < moves + 2 && m->count; m++) {
         kvpc_fetch_part *const part = &p.part[p.parts++];
-        (void)kvpc_fill_listed(call, m, &slice, part);
+        p.aligned = kvpc_fill_listed(call, m, &slice, part) && (p.aligned || part == p.part);
         const uint64_t unit = part->task.unit_bytes;
         kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 1024 ? 4 : 5, kvpc_fetch_loads);
         if (part->total >= (uint64_t)1 << 31)
@@ -6224,7 +6286,7 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
     const uint64_t wanted = p.count + (p.parts ? (uint64_t)kvpc_fetch_copiers : 0);
     const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors();
     const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
-    p.draws = p.count + blocks;
+    p.draws = blocks + (blocks < wanted ? p.count : 0);
     return kvpc_start(call, kvpc_fetch_kernel, blocks, threads, p);
 }
 
@@ -6232,7 +6294,7 @@ static kvprim_status kvpc_run_fetch_reset(const kvpc_call *call, const kvprim_fe
 {
     kvpc_fetch_reset p;
     p.layout = kvpi_fetch_layout_of(set), p.pdl = call->launch.pdl != 0;
-    p.memory = (uintptr_t)set->memory, p.words = state < 0 ? (uint64_t)p.layout.list / 4 : 0;
+    p.memory = (uintptr_t)set->memory, p.words = state < 0 ? (uint64_t)p.layout.states / 4 : 0;
     p.states = p.memory + (uint64_t)(p.layout.states + 4 * p.layout.each * (state < 0 ? 0 : state));
     p.total = (uint64_t)(p.layout.each * (state < 0 ? set->states : 1));
     const uint64_t wanted = (p.words + p.total) / (4 * kvpc_fetch_threads) + 1;
