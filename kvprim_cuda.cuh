@@ -6102,25 +6102,37 @@ KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s
 
 /* >>impl_fetch_kernel
 
-   See kvpi_fetch_request. The first entries' tokens are loaded. */
-KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
-                                      uint32_t launch)
+   Loads a request's state and its first entries: nothing is written, as another block may look it up. */
+KVPRIM_DEVICE void kvpc_load_request(const kvpc_fetch &p, kvpc_fetch_state *s, kvpc_entries *x)
 {
-    const uint32_t own = x->first, room = p.logged - p.entries;
-    const bool is_state = (uint64_t)p.d.set.states > s->number, parts = p.span < p.entries;
-    bool lacks = false;
-    uint32_t listed = 0;
-    s->ends = kvpc_word_of(p, 0) + (uint64_t)p.layout.states + 4 * (uint64_t)p.layout.each * (is_state ? s->number : 0);
+    const uint32_t room = p.logged - p.entries;
+    s->number = (uint64_t)kvpc_load_number(p.d.state, p.d.state_type, s->request);
+    kvpc_load_tokens(p, s->request, x);
+    const uint64_t state = (uint64_t)p.d.set.states > s->number ? s->number : 0;
+    s->ends = kvpc_word_of(p, 0) + (uint64_t)p.layout.states + 4 * (uint64_t)p.layout.each * state;
     s->log = s->ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
     s->tag = s->stamp + 4 * p.hot_rows, s->map = s->tag + 4 * p.hot_rows;
-    if (threadIdx.x == 0)
-        b->served = is_state && atomicExch((uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)s->number),
-                                           launch) != launch;
     s->head = (uint32_t)kvpc_load_new(s->ends), s->base = (uint32_t)kvpc_load_new(s->ends + 4);
     kvpc_find_slots(p, *s, x);
     s->base = s->base < room ? s->base : room, s->head = s->head < s->base ? s->head : s->base;
-    __syncthreads();
-    const bool served = b->served;
+}
+
+/* See kvpi_fetch_request. */
+KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
+                                      uint32_t launch)
+{
+    const uint32_t own = x->first;
+    const bool is_state = (uint64_t)p.d.set.states > s->number, parts = p.span < p.entries;
+    bool lacks = false;
+    uint32_t listed = 0;
+    bool served = is_state;
+    if (p.count > 1) { /* requests may have the same state */
+        if (threadIdx.x == 0)
+            b->served = is_state && atomicExch((uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)s->number),
+                                               launch) != launch;
+        __syncthreads();
+        served = b->served;
+    }
     for (; served && x->first - own < p.entries; x->first += p.span) { /* what is there stays there */
         if (x->first != own) {
             kvpc_load_tokens(p, s->request, x);
@@ -6218,10 +6230,8 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
         if (draws && threadIdx.x == 0)
             b.drawn = kvpc_draw(p);
         x.first = threadIdx.x * p.each;
-        if (s.request < p.count) {
-            s.number = (uint64_t)kvpc_load_number(p.d.state, p.d.state_type, s.request);
-            kvpc_load_tokens(p, s.request, &x);
-        }
+        if (s.request < p.count)
+            kvpc_load_request(p, &s, &x);
         __syncthreads();
         const uint32_t drawn = (uint32_t)b.drawn;
         if (drawn >= p.count)
