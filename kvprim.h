@@ -1128,8 +1128,7 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
 
    Every slot is in the log once, and what is before head is dead. A call appends an entry for each of its own, and
    then, if the next call had no room, moves what is alive to the log's start. */
-enum { kvpi_fetch_tell = 8, kvpi_fetch_told = 32, kvpi_fetch_words = kvpi_fetch_tell + kvpi_fetch_told };
-enum { kvpi_fetch_ends = 4 };
+enum { kvpi_fetch_words = 8, kvpi_fetch_ends = 4 };
 
 typedef struct kvpi_fetch_layout {
     int64_t hot_rows, tokens, logged, each; /* each: int32 */

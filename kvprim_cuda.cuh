@@ -5776,20 +5776,32 @@ enum {
     kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
     kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
     kvpc_fetch_loads = 4,         /* words of a thread that copies */
+    kvpc_fetch_end = -2,          /* in place of a source, which is -1 for a fresh token: the list ends before */
     kvpc_fetch_marks = (4 * KVPRIM_MAX_HOT_ROWS + 2 * KVPRIM_MAX_FETCH_ENTRIES) / 32 /* words: a bit for each of a log */
 };
 
 typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
 
+/* In the order of their use: each cache line of parameters is waited for. A number's `wide`: int64. */
 typedef struct kvpc_fetch {
-    uint32_t count, draws, entries, fresh, each, span; /* span: entries that a block looks up at a time */
-    uint32_t tokens, hot_rows, logged, longest;        /* longest: where a log may end */
-    uint32_t parts, pdl, aligned;                      /* parts: 1 with K, 2 with V; aligned: whole words */
-    kvpc_divisor32 by_top_k;                           /* 0: one step */
-    uint64_t step_gap;                                 /* bytes from a step's last token to the next one's first */
-    kvpc_divisor by_page;                              /* rows of a page; 0: no pages */
-    kvpi_fetch_layout layout;
-    kvprim_fetch_desc d; /* resolved */
+    uint64_t memory, state, wanted, fresh; /* of `fresh` and as many elements before `wanted`: of a request's entry 0 */
+    uint64_t wanted_step, fresh_step;      /* bytes from one request to the next */
+    uint32_t count, draws, entries, first_wanted, each, span; /* span: entries that a block looks up at a time */
+    uint32_t pdl, state_wide, wide, tokens;
+    uint64_t step_gap; /* bytes from a step's last token to the next one's first */
+    kvpc_divisor32 by_top_k;
+    uint64_t first_state, state_bytes, states;
+    uint32_t logged, longest, hot_rows; /* longest: where a log may end */
+    uint32_t shared;                    /* the list: by requests, or by the spans of one */
+    uint64_t list;
+    uint32_t groups, host_rows; /* groups: of threads that copy */
+    uint64_t pages, pages_step; /* pages_step: bytes */
+    kvpc_divisor by_page;       /* rows of a page; 0: no pages */
+    uint64_t max_pages;
+    uint32_t pages_wide, pages_by_state;
+    int32_t *rows, *fresh_rows, *plan_src, *plan_dst;
+    uint32_t *counters[3];   /* hits, misses, rejected */
+    uint32_t parts, aligned; /* parts: 1 with K, 2 with V; aligned: whole words */
     kvpc_fetch_part part[2];
 } kvpc_fetch;
 
@@ -5803,9 +5815,9 @@ typedef struct kvpc_fetch_block {
         uint32_t marks[kvpc_fetch_marks];
     };
     uint32_t before[kvpc_fetch_threads]; /* marks of threads with lower numbers */
-    uint64_t drawn;
+    uint64_t drawn, first;
     int32_t head;
-    uint32_t served, first;
+    uint32_t served;
 } kvpc_fetch_block;
 
 /* A request under way: addresses, and the ends of its state's log when the call began. */
@@ -5823,7 +5835,7 @@ typedef struct kvpc_entries {
 
 KVPRIM_DEVICE uint64_t kvpc_word_of(const kvpc_fetch &p, uint32_t word)
 {
-    return (uintptr_t)p.d.set.memory + 8 * word;
+    return p.memory + 8 * word;
 }
 
 /* Element i of int32 in memory that this launch writes. */
@@ -5835,49 +5847,44 @@ KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
 /* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
    launch counts in: word 1 (even launches) or 2, where requests looked up stand above the rows that they listed. Who
    draws the last number ends the launch. */
-KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
+KVPRIM_DEVICE void kvpc_end_draw(const kvpc_fetch &p, uint64_t drawn)
 {
-    const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
-    const uint32_t next = (uint32_t)(drawn >> 32 & 1) ^ 1;
     if ((uint32_t)drawn == 0)
-        kvpc_store8(kvpc_word_of(p, 1 + next), uint2{0, 0});
+        kvpc_store8(kvpc_word_of(p, 1 + ((uint32_t)(drawn >> 32) + 1) % 2), uint2{0, 0});
     if ((uint32_t)drawn == p.draws - 1)
-        (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
-    return drawn;
+        (void)kvpc_add64(kvpc_word_of(p, 0), ((uint64_t)1 << 32) - p.draws);
 }
 
-/* One thread makes room in the list for n rows of a request, and returns where; `last`: it has no more. When no request
-   has, those that copy are told how many rows there are, each in one of several words, as they all look. */
-KVPRIM_DEVICE uint32_t kvpc_reserve(const kvpc_fetch &p, uint32_t launch, uint32_t n, bool last)
+/* Tells those that copy where the list ends: each of their groups finds one of these entries. */
+KVPRIM_DEVICE void kvpc_end_list(const kvpc_fetch &p, uint32_t listed, uint32_t launch)
 {
-    const bool alone = p.count == 1 && p.span >= p.entries;
-    const uint64_t add = ((uint64_t)(last ? 1 : 0) << 32) + n;
-    const uint64_t first = alone ? 0 : kvpc_add64(kvpc_word_of(p, 1 + launch % 2), add);
-    KVPRIM_ROLLED
-    for (uint32_t k = 0; k < kvpi_fetch_told && last && first >> 32 == p.count - 1; k++)
-        kvpc_tell(kvpc_word_of(p, kvpi_fetch_tell + k), (uint32_t)first + n, launch);
-    return (uint32_t)first;
+    const uint32_t most = p.count * p.entries, end = most - listed < p.groups ? most : listed + p.groups;
+    for (uint32_t e = listed + threadIdx.x; e < end; e += blockDim.x)
+        kvpc_tell(p.list + 16 * (uint64_t)e, (uint32_t)kvpc_fetch_end, launch);
 }
 
-KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type, uint64_t i)
+/* A request, or a span of one, makes room in the list for n rows; `last`: it has no more. */
+KVPRIM_DEVICE uint64_t kvpc_reserve(const kvpc_fetch &p, uint32_t launch, uint32_t n, bool last)
 {
-    const uint64_t at = (uintptr_t)data + i * (type == KVPRIM_I64 ? 8 : 4);
-    const int32_t low = kvpc_load_i32(at), high = type == KVPRIM_I64 ? kvpc_load_i32(at + 4) : low >> 31;
+    return kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)(last ? 1 : 0) << 32) + n);
+}
+
+KVPRIM_DEVICE int64_t kvpc_load_number(uint64_t at, bool wide)
+{
+    const int32_t low = kvpc_load_i32(at), high = wide ? kvpc_load_i32(at + 4) : low >> 31;
     return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
 }
 
 KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_entries *x)
 {
-    const bool wide = p.d.wanted_type == KVPRIM_I64;
+    const bool wide = p.wide;
     const uint32_t size = wide ? 8 : 4;
-    const uint64_t fresh = (uintptr_t)p.d.fresh + size * (uint64_t)request * (uint64_t)p.d.fresh_stride;
-    const uint64_t steps = (uint64_t)request * (uint32_t)p.d.steps;
-    const uint64_t wanted = (uintptr_t)p.d.wanted + size * (steps * (uint64_t)p.d.wanted_stride - p.fresh);
+    const uint64_t fresh = p.fresh + request * p.fresh_step, wanted = p.wanted + request * p.wanted_step;
     int32_t low[kvpc_fetch_each], high[kvpc_fetch_each];
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t e = x->first + k;
-        const uint64_t gaps = p.step_gap ? kvpc_divide(e - p.fresh, p.by_top_k) * p.step_gap : 0;
-        const uint64_t at = (e < p.fresh ? fresh : wanted + gaps) + e * size;
+        const uint64_t gaps = p.step_gap ? kvpc_divide(e - p.first_wanted, p.by_top_k) * p.step_gap : 0;
+        const uint64_t at = (e < p.first_wanted ? fresh : wanted + gaps) + e * size;
         low[k] = high[k] = -1;
         if (k < p.each && e < p.entries)
             low[k] = kvpc_load_i32(at), high[k] = wide ? kvpc_load_i32(at + 4) : 0;
@@ -5983,17 +5990,18 @@ KVPRIM_DEVICE void kvpc_make_room(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc
 KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, int32_t *host)
 {
     int64_t page[kvpc_fetch_each];
-    const uint64_t pages = (p.d.pages_by_state ? s.number : s.request) * (uint64_t)p.d.pages_stride;
+    const uint64_t pages = p.pages + (p.pages_by_state ? s.number : s.request) * p.pages_step;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t in_pages = kvpc_divide((uint32_t)x.token[k], p.by_page);
-        if (page[k] = -1, x.owns[k] && x.first + k >= p.fresh && (!p.by_page.by || in_pages < p.d.max_pages))
-            page[k] = p.by_page.by ? kvpc_load_number(p.d.pages, p.d.pages_type, pages + in_pages) : 0;
+        if (page[k] = -1, x.owns[k] && x.first + k >= p.first_wanted && (!p.by_page.by || in_pages < p.max_pages))
+            page[k] = p.by_page.by ? kvpc_load_number(pages + (p.pages_wide ? 8 : 4) * (uint64_t)in_pages, p.pages_wide)
+                                   : 0;
     }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t in_page =
             (uint32_t)x.token[k] - kvpc_divide((uint32_t)x.token[k], p.by_page) * (uint32_t)p.by_page.by;
         const uint64_t row = (uint64_t)(uint32_t)page[k] * p.by_page.by + in_page;
-        host[k] = page[k] >= 0 && page[k] <= INT32_MAX && row < (uint64_t)p.d.host_rows ? (int32_t)row : -1;
+        host[k] = page[k] >= 0 && page[k] <= INT32_MAX && row < p.host_rows ? (int32_t)row : -1;
     }
 }
 
@@ -6030,15 +6038,22 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
     kvpc_load_log(p, *s, s->head + threadIdx.x * p.each, freed);
     const bool repeat = kvpc_claim(p, *s, x, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        takes[k] = x->owns[k] && (host[k] >= 0 || x->first + k < p.fresh), own += takes[k];
+        takes[k] = x->owns[k] && (host[k] >= 0 || x->first + k < p.first_wanted), own += takes[k];
     uint32_t rank = kvpc_sum_up(b->sums[1], own, &wanted) - own;
-    if (threadIdx.x == 0)
-        b->first = kvpc_reserve(p, launch, wanted, x->first + p.span >= p.entries);
-    __syncthreads();
-    const uint64_t list = kvpc_word_of(p, 0) + (uint64_t)p.layout.list + 16 * (uint64_t)b->first;
+    const bool last = x->first - threadIdx.x * p.each + p.span >= p.entries;
+    uint64_t first = 0;
+    if (p.shared) {
+        if (threadIdx.x == 0)
+            b->first = kvpc_reserve(p, launch, wanted, last);
+        __syncthreads();
+        first = b->first;
+    }
+    const uint64_t list = p.list + 16 * (uint64_t)(uint32_t)first;
     for (uint32_t k = 0, at = rank; k < kvpc_fetch_each; k++)
         if (takes[k])
             kvpc_tell(list + 16 * at++, (uint32_t)host[k], launch);
+    if (last && first >> 32 == p.count - 1)
+        kvpc_end_list(p, (uint32_t)first + wanted, launch);
     const uint32_t n = wanted ? kvpc_read_log(p, b, s, freed, wanted) : 0;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         if (!takes[k])
@@ -6046,10 +6061,10 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
         x->slot[k] = rank < n ? b->slots[rank] : -1;
         const uint32_t row = rank < n ? (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k] : UINT32_MAX;
         kvpc_tell(list + 16 * rank + 8, row, launch);
-        if (p.d.plan_src && rank < n) {
+        if (p.plan_src && rank < n) {
             const uint64_t at = 4 * ((uint64_t)s->request * p.entries + *listed + rank);
-            *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = host[k];
-            *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = (int32_t)row;
+            *kvpc_at((uintptr_t)p.plan_src + at, 0) = host[k];
+            *kvpc_at((uintptr_t)p.plan_dst + at, 0) = (int32_t)row;
         }
         rank++;
     }
@@ -6073,43 +6088,41 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
 /* Tells the rows of this thread's entries, and counts them. Of a request that is not served all are -1. */
 KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, bool served)
 {
-    const uint32_t wanted = p.entries - p.fresh;
-    int32_t *const rows = p.d.rows + (uint64_t)s.request * wanted;
-    int32_t *const fresh = p.d.fresh_rows + (uint64_t)s.request * p.fresh;
+    const uint32_t wanted = p.entries - p.first_wanted;
+    int32_t *const rows = p.rows + (uint64_t)s.request * wanted;
+    int32_t *const fresh = p.fresh_rows + (uint64_t)s.request * p.first_wanted;
     uint32_t n = 0;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t e = x.first + k;
         if (k >= p.each || e >= p.entries)
             break;
         const int32_t row = x.slot[k] < 0 ? -1 : (int32_t)((uint32_t)s.number * p.hot_rows) + x.slot[k];
-        *kvpc_at((uintptr_t)(e < p.fresh ? fresh + e : rows + (e - p.fresh)), 0) = row;
+        *kvpc_at((uintptr_t)(e < p.first_wanted ? fresh + e : rows + (e - p.first_wanted)), 0) = row;
         if (served)
             *kvpc_at(s.log, (int32_t)(s.base + e)) = x.slot[k];
-        n += row < 0       ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
-             : e < p.fresh ? 0
-             : x.owns[k]   ? 1u << 10
-                           : 1;
+        n += row < 0              ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
+             : e < p.first_wanted ? 0
+             : x.owns[k]          ? 1u << 10
+                                  : 1;
     }
-    if (!p.d.hits && !p.d.misses && !p.d.rejected)
+    if (!p.counters[0] && !p.counters[1] && !p.counters[2])
         return;
     for (uint32_t mask = 1; mask < 32; mask *= 2)
         n += kvpc_shuffle_xor(n, mask);
-    uint32_t *const counters[] = {p.d.hits, p.d.misses, p.d.rejected};
     for (uint32_t k = 0; k < 3; k++)
-        if (threadIdx.x % 32 == 0 && counters[k] && (n >> 10 * k & 1023))
-            atomicAdd(counters[k], n >> 10 * k & 1023);
+        if (threadIdx.x % 32 == 0 && p.counters[k] && (n >> 10 * k & 1023))
+            atomicAdd(p.counters[k], n >> 10 * k & 1023);
 }
 
 /* >>impl_fetch_kernel
 
    Loads a request's state and its first entries: nothing is written, as another block may look it up. */
-KVPRIM_DEVICE void kvpc_load_request(const kvpc_fetch &p, kvpc_fetch_state *s, kvpc_entries *x)
+KVPRIM_DEVICE void kvpc_load_state(const kvpc_fetch &p, kvpc_fetch_state *s, kvpc_entries *x)
 {
     const uint32_t room = p.logged - p.entries;
-    s->number = (uint64_t)kvpc_load_number(p.d.state, p.d.state_type, s->request);
+    s->number = (uint64_t)kvpc_load_number(p.state + (p.state_wide ? 8 : 4) * (uint64_t)s->request, p.state_wide);
     kvpc_load_tokens(p, s->request, x);
-    const uint64_t state = (uint64_t)p.d.set.states > s->number ? s->number : 0;
-    s->ends = kvpc_word_of(p, 0) + (uint64_t)p.layout.states + 4 * (uint64_t)p.layout.each * state;
+    s->ends = p.first_state + p.state_bytes * (s->number < p.states ? s->number : 0);
     s->log = s->ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
     s->tag = s->stamp + 4 * p.hot_rows, s->map = s->tag + 4 * p.hot_rows;
     s->head = (uint32_t)kvpc_load_new(s->ends), s->base = (uint32_t)kvpc_load_new(s->ends + 4);
@@ -6122,17 +6135,10 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
                                       uint32_t launch)
 {
     const uint32_t own = x->first;
-    const bool is_state = (uint64_t)p.d.set.states > s->number, parts = p.span < p.entries;
+    const bool served = b->served, parts = p.span < p.entries;
     bool lacks = false;
     uint32_t listed = 0;
-    bool served = is_state;
-    if (p.count > 1) { /* requests may have the same state */
-        if (threadIdx.x == 0)
-            b->served = is_state && atomicExch((uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)s->number),
-                                               launch) != launch;
-        __syncthreads();
-        served = b->served;
-    }
+    uint64_t first = 0;
     for (; served && x->first - own < p.entries; x->first += p.span) { /* what is there stays there */
         if (x->first != own) {
             kvpc_load_tokens(p, s->request, x);
@@ -6143,8 +6149,10 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
             lacks = lacks || (x->token[k] >= 0 && x->slot[k] < 0);
     }
     const bool missing = __syncthreads_or(lacks);
-    if (!missing && threadIdx.x == 0)
-        (void)kvpc_reserve(p, launch, 0, true);
+    if (!missing && !p.shared)
+        kvpc_end_list(p, 0, launch);
+    else if (!missing && threadIdx.x == 0)
+        first = kvpc_reserve(p, launch, 0, true);
     for (x->first = own; x->first - own < p.entries; x->first += p.span) {
         if (parts) {
             kvpc_load_tokens(p, s->request, x);
@@ -6158,9 +6166,16 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
         if (parts)
             __syncthreads(); /* the next tokens may be the same */
     }
-    for (uint32_t k = listed + threadIdx.x; p.d.plan_src && k < p.entries; k += blockDim.x) {
+    if (!missing && p.shared) {
+        if (threadIdx.x == 0)
+            b->first = first;
+        __syncthreads();
+        if (b->first >> 32 == p.count - 1)
+            kvpc_end_list(p, (uint32_t)b->first, launch);
+    }
+    for (uint32_t k = listed + threadIdx.x; p.plan_src && k < p.entries; k += blockDim.x) {
         const uint64_t at = 4 * ((uint64_t)s->request * p.entries + k);
-        *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = -1;
+        *kvpc_at((uintptr_t)p.plan_src + at, 0) = *kvpc_at((uintptr_t)p.plan_dst + at, 0) = -1;
     }
     s->base += p.entries;
     if (served && s->base > p.longest)
@@ -6169,41 +6184,28 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
         *kvpc_at(s->ends, 0) = (int32_t)s->head, *kvpc_at(s->ends, 1) = (int32_t)s->base;
 }
 
-/* Waits for the source of entry e of the list, and loads its destination, too. Returns whether there is such an entry.
-   `told`: where the number of entries will be. */
-KVPRIM_DEVICE bool kvpc_wait_listed(uint64_t list, uint64_t told, uint32_t launch, uint32_t e, uint64_t *src,
-                                    uint64_t *dst)
-{
-    for (;;) {
-        *src = kvpc_load_told(list + 16 * (uint64_t)e), *dst = kvpc_load_told(list + 16 * (uint64_t)e + 8);
-        const uint64_t end = kvpc_load_told(told);
-        if (*src >> 32 == launch)
-            return true;
-        if (end >> 32 == launch && e >= (uint32_t)end)
-            return false;
-    }
-}
-
 /* Copies the share of one of `copiers` blocks of the rows that are listed. */
 KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &part, uint32_t launch, uint32_t copier)
 {
     const kvpc_task &t = part.task;
     const uint32_t lanes = 1u << part.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
     const uint32_t copiers = p.draws - p.count, groups = copiers * (blockDim.x >> part.lanes_shift);
-    const uint64_t list = kvpc_word_of(p, 0) + (uint64_t)p.layout.list;
-    const uint64_t told = kvpc_word_of(p, kvpi_fetch_tell + copier % kvpi_fetch_told);
     for (uint32_t work = copier + copiers * (threadIdx.x >> part.lanes_shift); work < part.total; work += groups) {
         const uint32_t e = kvpc_divide(work, t.chunks);
+        const uint64_t at_src = p.list + 16 * (uint64_t)e, at_dst = at_src + 8;
         uint64_t src, dst;
         uint4 v[kvpc_fetch_loads];
-        if (!kvpc_wait_listed(list, told, launch, e, &src, &dst))
+        do
+            src = kvpc_load_told(at_src), dst = kvpc_load_told(at_dst);
+        while (src >> 32 != launch);
+        if ((int32_t)src == kvpc_fetch_end)
             break;
         kvpc_spot<uint32_t> s = {0, work - e * (uint32_t)t.chunks.by, part.dst.base, part.src.base, 0, (int32_t)src};
         kvpc_chunk c = kvpc_chunk_at<true>(part, t, s, false); /* in row 0 of dst, so far */
         if (p.aligned)
             kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
         while (dst >> 32 != launch)
-            dst = kvpc_load_told(list + 16 * (uint64_t)e + 8);
+            dst = kvpc_load_told(at_dst);
         s.to = (int32_t)dst;
         if (!p.aligned)
             kvpc_copy_chunk<1>(kvpc_chunk_at<false>(part, t, s, false), lane, lanes);
@@ -6214,7 +6216,7 @@ KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &
     }
 }
 
-/* A block first guesses that it draws its own number: the tokens are then there when it has drawn. If there are blocks
+/* A block first guesses that it draws its own number: its state is then there when it has drawn. If there are blocks
    enough, each draws once: those that look up do not copy. */
 static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_fetch_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch KVPRIM_IN_PLACE p)
@@ -6227,22 +6229,31 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
     if (p.pdl)
         kvpc_pdl_wait();
     for (;;) {
+        uint64_t drawn = 0;
         if (draws && threadIdx.x == 0)
-            b.drawn = kvpc_draw(p);
+            drawn = kvpc_add64(kvpc_word_of(p, 0), 1);
         x.first = threadIdx.x * p.each;
+        s.number = UINT64_MAX;
         if (s.request < p.count)
-            kvpc_load_request(p, &s, &x);
+            kvpc_load_state(p, &s, &x);
+        if (draws && threadIdx.x == 0)
+            b.drawn = drawn += (uint64_t)1 << 32, kvpc_end_draw(p, drawn);
+        if (threadIdx.x == 0 && s.number < p.states && (uint32_t)b.drawn == s.request) /* no two have the same state */
+            b.served = p.count == 1 || atomicExch((uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)s.number),
+                                                  (uint32_t)(b.drawn >> 32)) != (uint32_t)(b.drawn >> 32);
+        else if (threadIdx.x == 0)
+            b.served = false;
         __syncthreads();
-        const uint32_t drawn = (uint32_t)b.drawn;
-        if (drawn >= p.count)
+        const uint32_t launch = (uint32_t)(b.drawn >> 32);
+        if ((uint32_t)b.drawn >= p.count)
             break;
-        draws = drawn == s.request;
-        s.request = drawn;
+        draws = (uint32_t)b.drawn == s.request;
+        s.request = (uint32_t)b.drawn;
         if (draws) {
-            kvpc_fetch_request(p, &b, &s, &x, (uint32_t)(b.drawn >> 32));
+            kvpc_fetch_request(p, &b, &s, &x, launch);
             if (p.draws == gridDim.x)
                 return;
-            s.request = drawn + gridDim.x;
+            s.request += gridDim.x;
         }
         __syncthreads();
     }
@@ -6275,8 +6286,27 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
 {
     kvpc_fetch p = {};
     const int64_t entries = d->fresh_count + d->steps * d->top_k, gap = d->steps > 1 ? d->wanted_stride - d->top_k : 0;
+    const kvpi_fetch_layout l = kvpi_fetch_layout_of(&d->set);
     const kvpc_slice slice = {0, 1, 0, d->count * entries};
-    p.d = *d, p.layout = kvpi_fetch_layout_of(&d->set), p.pdl = call->launch.pdl != 0;
+    const uint64_t size = kvpc_index_size(d->wanted_type), page_size = kvpc_index_size(d->pages_type);
+    const uint32_t threads = entries <= kvpc_fetch_few_threads ? kvpc_fetch_few_threads : kvpc_fetch_threads;
+    p.memory = (uintptr_t)d->set.memory, p.list = p.memory + (uint64_t)l.list;
+    p.first_state = p.memory + (uint64_t)l.states, p.state_bytes = 4 * (uint64_t)l.each;
+    p.state = (uintptr_t)d->state, p.fresh = (uintptr_t)d->fresh;
+    p.wanted = (uintptr_t)d->wanted - size * (uint64_t)d->fresh_count;
+    p.wanted_step = size * (uint64_t)d->steps * (uint64_t)d->wanted_stride, p.step_gap = size * (uint64_t)gap;
+    p.fresh_step = size * (uint64_t)d->fresh_stride, p.by_top_k = kvpc_divisor_of(d->top_k).narrow;
+    p.pages = (uintptr_t)d->pages, p.pages_step = page_size * (uint64_t)d->pages_stride;
+    p.by_page = kvpc_divisor_of(d->page_rows), p.max_pages = (uint64_t)d->max_pages;
+    p.state_wide = d->state_type == KVPRIM_I64, p.wide = size == 8, p.pages_wide = d->pages_type == KVPRIM_I64;
+    p.pages_by_state = d->pages_by_state != 0, p.pdl = call->launch.pdl != 0, p.host_rows = (uint32_t)d->host_rows;
+    p.count = (uint32_t)d->count, p.entries = (uint32_t)entries, p.first_wanted = (uint32_t)d->fresh_count;
+    p.each = p.entries <= threads ? 1 : (uint32_t)kvpc_fetch_each, p.span = threads * p.each;
+    p.shared = p.count > 1 || p.span < p.entries, p.states = (uint64_t)d->set.states;
+    p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows, p.logged = (uint32_t)l.logged;
+    p.longest = p.logged - (uint32_t)d->set.entries;
+    p.rows = d->rows, p.fresh_rows = d->fresh_rows, p.plan_src = d->plan_src, p.plan_dst = d->plan_dst;
+    p.counters[0] = d->hits, p.counters[1] = d->misses, p.counters[2] = d->rejected;
     for (const kvprim_move *m = moves; m < moves + 2 && m->count; m++) {
         kvpc_fetch_part *const part = &p.part[p.parts++];
         p.aligned = kvpc_fill_listed(call, m, &slice, part) && (p.aligned || part == p.part);
@@ -6286,17 +6316,14 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes 2^31 pieces or more", call->function,
                                m->names->row_bytes, (long long)m->row_bytes);
     }
-    const uint32_t threads = entries <= kvpc_fetch_few_threads ? kvpc_fetch_few_threads : kvpc_fetch_threads;
-    p.count = (uint32_t)d->count, p.entries = (uint32_t)entries, p.fresh = (uint32_t)d->fresh_count;
-    p.each = p.entries <= threads ? 1 : (uint32_t)kvpc_fetch_each, p.span = threads * p.each;
-    p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows, p.logged = (uint32_t)p.layout.logged;
-    p.longest = p.logged - (uint32_t)d->set.entries;
-    p.by_top_k = kvpc_divisor_of(d->top_k).narrow, p.step_gap = (uint64_t)gap * kvpc_index_size(d->wanted_type);
-    p.by_page = kvpc_divisor_of(d->page_rows);
     const uint64_t wanted = p.count + (p.parts ? (uint64_t)kvpc_fetch_copiers : 0);
     const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors();
     const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
     p.draws = blocks + (blocks < wanted ? p.count : 0);
+    for (uint32_t k = 0; k < p.parts; k++) {
+        const uint32_t groups = (p.draws - p.count) * (threads >> p.part[k].lanes_shift);
+        p.groups = groups > p.groups ? groups : p.groups;
+    }
     return kvpc_start(call, kvpc_fetch_kernel, blocks, threads, p);
 }
 
