@@ -5772,20 +5772,21 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
 
 enum {
     kvpc_fetch_threads = 1024,
-    kvpc_fetch_few_threads = 256, /* of up to as many entries */
+    kvpc_fetch_few_threads = 256, /* at least */
     kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
     kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
     kvpc_fetch_loads = 4,         /* words of a thread that copies */
     kvpc_fetch_end = -2,          /* in place of a source, which is -1 for a fresh token: the list ends before */
-    kvpc_fetch_marks = (4 * KVPRIM_MAX_HOT_ROWS + 2 * KVPRIM_MAX_FETCH_ENTRIES) / 32 /* words: a bit for each of a log */
+    kvpc_fetch_marks =
+        (4 * KVPRIM_MAX_HOT_ROWS + 2 * KVPRIM_MAX_FETCH_ENTRIES) / 32 /* words; a bit for each of a log */
 };
 
 typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
 
 /* In the order of their use: each cache line of parameters is waited for. A number's `wide`: int64. */
 typedef struct kvpc_fetch {
-    uint64_t memory, state, wanted, fresh; /* of `fresh` and as many elements before `wanted`: of a request's entry 0 */
-    uint64_t wanted_step, fresh_step;      /* bytes from one request to the next */
+    uint64_t memory, state, wanted, fresh;                    /* wanted: before it, as its first entries are fresh */
+    uint64_t wanted_step, fresh_step;                         /* bytes from one request to the next */
     uint32_t count, draws, entries, first_wanted, each, span; /* span: entries that a block looks up at a time */
     uint32_t pdl, state_wide, wide, tokens;
     uint64_t step_gap; /* bytes from a step's last token to the next one's first */
@@ -5801,7 +5802,7 @@ typedef struct kvpc_fetch {
     uint32_t pages_wide, pages_by_state;
     int32_t *rows, *fresh_rows, *plan_src, *plan_dst;
     uint32_t *counters[3];   /* hits, misses, rejected */
-    uint32_t parts, aligned; /* parts: 1 with K, 2 with V; aligned: whole words */
+    uint32_t parts, aligned; /* parts: 1 with K, 2 with V; aligned: a bit for each whose rows are whole words */
     kvpc_fetch_part part[2];
 } kvpc_fetch;
 
@@ -5847,12 +5848,22 @@ KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
 /* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
    launch counts in: word 1 (even launches) or 2, where requests looked up stand above the rows that they listed. Who
    draws the last number ends the launch. */
-KVPRIM_DEVICE void kvpc_end_draw(const kvpc_fetch &p, uint64_t drawn)
+KVPRIM_DEVICE uint64_t kvpc_end_draw(const kvpc_fetch &p, uint64_t drawn)
 {
+    const uint64_t launch = (uint64_t)1 << 32;
+    drawn += launch;
     if ((uint32_t)drawn == 0)
         kvpc_store8(kvpc_word_of(p, 1 + ((uint32_t)(drawn >> 32) + 1) % 2), uint2{0, 0});
     if ((uint32_t)drawn == p.draws - 1)
-        (void)kvpc_add64(kvpc_word_of(p, 0), ((uint64_t)1 << 32) - p.draws);
+        (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
+    return drawn;
+}
+
+/* Whether a request's number is that of a state that no request had before it in this launch. */
+KVPRIM_DEVICE bool kvpc_is_first(const kvpc_fetch &p, uint64_t number, uint32_t launch)
+{
+    uint32_t *const busy = (uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)number);
+    return number < p.states && (p.count == 1 || atomicExch(busy, launch) != launch);
 }
 
 /* Tells those that copy where the list ends: each of their groups finds one of these entries. */
@@ -5975,11 +5986,11 @@ KVPRIM_DEVICE void kvpc_make_room(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc
     b->before[threadIdx.x] = kvpc_sum_up(b->sums[0], own, &all) - own;
     __syncthreads();
     for (uint32_t slot = threadIdx.x; slot < p.hot_rows; slot += blockDim.x) {
-        const uint32_t at = (uint32_t)kvpc_load_new((uintptr_t)kvpc_at(s->stamp, (int32_t)slot)), thread = at / 32 / each;
+        const uint32_t at = (uint32_t)kvpc_load_new((uintptr_t)kvpc_at(s->stamp, (int32_t)slot)), word = at / 32;
         if (at < s->head || at >= s->base)
             continue;
-        uint32_t to = b->before[thread] + (uint32_t)__popc(b->marks[at / 32] & ((1u << at % 32) - 1));
-        for (uint32_t w = thread * each; w < at / 32; w++)
+        uint32_t to = b->before[word / each] + (uint32_t)__popc(b->marks[word] & ((1u << at % 32) - 1));
+        for (uint32_t w = word / each * each; w < word; w++)
             to += (uint32_t)__popc(b->marks[w]);
         *kvpc_at(s->log, (int32_t)to) = (int32_t)slot, *kvpc_at(s->stamp, (int32_t)slot) = (int32_t)to;
     }
@@ -5994,8 +6005,8 @@ KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t in_pages = kvpc_divide((uint32_t)x.token[k], p.by_page);
         if (page[k] = -1, x.owns[k] && x.first + k >= p.first_wanted && (!p.by_page.by || in_pages < p.max_pages))
-            page[k] = p.by_page.by ? kvpc_load_number(pages + (p.pages_wide ? 8 : 4) * (uint64_t)in_pages, p.pages_wide)
-                                   : 0;
+            page[k] =
+                p.by_page.by ? kvpc_load_number(pages + (p.pages_wide ? 8 : 4) * (uint64_t)in_pages, p.pages_wide) : 0;
     }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t in_page =
@@ -6184,8 +6195,9 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
         *kvpc_at(s->ends, 0) = (int32_t)s->head, *kvpc_at(s->ends, 1) = (int32_t)s->base;
 }
 
-/* Copies the share of one of `copiers` blocks of the rows that are listed. */
-KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &part, uint32_t launch, uint32_t copier)
+/* Copies the share of one of `copiers` blocks of the rows that are listed. `words`: all are whole words. */
+KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &part, bool words, uint32_t launch,
+                                    uint32_t copier)
 {
     const kvpc_task &t = part.task;
     const uint32_t lanes = 1u << part.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
@@ -6202,12 +6214,12 @@ KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &
             break;
         kvpc_spot<uint32_t> s = {0, work - e * (uint32_t)t.chunks.by, part.dst.base, part.src.base, 0, (int32_t)src};
         kvpc_chunk c = kvpc_chunk_at<true>(part, t, s, false); /* in row 0 of dst, so far */
-        if (p.aligned)
+        if (words)
             kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
         while (dst >> 32 != launch)
             dst = kvpc_load_told(at_dst);
         s.to = (int32_t)dst;
-        if (!p.aligned)
+        if (!words)
             kvpc_copy_chunk<1>(kvpc_chunk_at<false>(part, t, s, false), lane, lanes);
         else if (kvpc_is_inside(t.dst_rows, s.to)) {
             c.dst += kvpc_place(t.dst, (uint32_t)s.to);
@@ -6236,21 +6248,17 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
         s.number = UINT64_MAX;
         if (s.request < p.count)
             kvpc_load_state(p, &s, &x);
-        if (draws && threadIdx.x == 0)
-            b.drawn = drawn += (uint64_t)1 << 32, kvpc_end_draw(p, drawn);
-        if (threadIdx.x == 0 && s.number < p.states && (uint32_t)b.drawn == s.request) /* no two have the same state */
-            b.served = p.count == 1 || atomicExch((uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)s.number),
-                                                  (uint32_t)(b.drawn >> 32)) != (uint32_t)(b.drawn >> 32);
-        else if (threadIdx.x == 0)
-            b.served = false;
+        if (threadIdx.x == 0) {
+            b.drawn = draws ? kvpc_end_draw(p, drawn) : b.drawn;
+            b.served = (uint32_t)b.drawn == s.request && kvpc_is_first(p, s.number, (uint32_t)(b.drawn >> 32));
+        }
         __syncthreads();
-        const uint32_t launch = (uint32_t)(b.drawn >> 32);
         if ((uint32_t)b.drawn >= p.count)
             break;
         draws = (uint32_t)b.drawn == s.request;
         s.request = (uint32_t)b.drawn;
         if (draws) {
-            kvpc_fetch_request(p, &b, &s, &x, launch);
+            kvpc_fetch_request(p, &b, &s, &x, (uint32_t)(b.drawn >> 32));
             if (p.draws == gridDim.x)
                 return;
             s.request += gridDim.x;
@@ -6259,7 +6267,7 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
     }
     KVPRIM_ROLLED
     for (uint32_t k = 0; k < p.parts; k++)
-        kvpc_copy_listed(p, p.part[k], (uint32_t)(b.drawn >> 32), (uint32_t)b.drawn - p.count);
+        kvpc_copy_listed(p, p.part[k], p.aligned >> k & 1, (uint32_t)(b.drawn >> 32), (uint32_t)b.drawn - p.count);
 }
 
 typedef struct kvpc_fetch_reset {
@@ -6289,7 +6297,9 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
     const kvpi_fetch_layout l = kvpi_fetch_layout_of(&d->set);
     const kvpc_slice slice = {0, 1, 0, d->count * entries};
     const uint64_t size = kvpc_index_size(d->wanted_type), page_size = kvpc_index_size(d->pages_type);
-    const uint32_t threads = entries <= kvpc_fetch_few_threads ? kvpc_fetch_few_threads : kvpc_fetch_threads;
+    uint32_t threads = kvpc_fetch_few_threads;
+    while (threads < kvpc_fetch_threads && threads < entries)
+        threads *= 2;
     p.memory = (uintptr_t)d->set.memory, p.list = p.memory + (uint64_t)l.list;
     p.first_state = p.memory + (uint64_t)l.states, p.state_bytes = 4 * (uint64_t)l.each;
     p.state = (uintptr_t)d->state, p.fresh = (uintptr_t)d->fresh;
@@ -6309,7 +6319,7 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
     p.counters[0] = d->hits, p.counters[1] = d->misses, p.counters[2] = d->rejected;
     for (const kvprim_move *m = moves; m < moves + 2 && m->count; m++) {
         kvpc_fetch_part *const part = &p.part[p.parts++];
-        p.aligned = kvpc_fill_listed(call, m, &slice, part) && (p.aligned || part == p.part);
+        p.aligned |= (uint32_t)kvpc_fill_listed(call, m, &slice, part) << (part - p.part);
         const uint64_t unit = part->task.unit_bytes;
         kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 1024 ? 4 : 5, kvpc_fetch_loads);
         if (part->total >= (uint64_t)1 << 31)
