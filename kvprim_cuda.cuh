@@ -6050,28 +6050,30 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
     const bool repeat = kvpc_claim(p, *s, x, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         takes[k] = x->owns[k] && (host[k] >= 0 || x->first + k < p.first_wanted), own += takes[k];
+    uint64_t list = p.list + 16 * (uint64_t)x->first;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (!p.shared && k < p.each && x->first + k < p.entries)
+            kvpc_tell(list + 16 * k, (uint32_t)(takes[k] ? host[k] : -1), launch);
     uint32_t rank = kvpc_sum_up(b->sums[1], own, &wanted) - own;
-    const bool last = x->first - threadIdx.x * p.each + p.span >= p.entries;
-    uint64_t first = 0;
     if (p.shared) {
+        const bool last = x->first - threadIdx.x * p.each + p.span >= p.entries;
         if (threadIdx.x == 0)
             b->first = kvpc_reserve(p, launch, wanted, last);
         __syncthreads();
-        first = b->first;
+        list = p.list + 16 * (uint64_t)((uint32_t)b->first + rank);
+        for (uint32_t k = 0, to = 0; k < kvpc_fetch_each; k++)
+            if (takes[k])
+                kvpc_tell(list + 16 * to++, (uint32_t)host[k], launch);
+        if (last && b->first >> 32 == p.count - 1)
+            kvpc_end_list(p, (uint32_t)b->first + wanted, launch);
     }
-    const uint64_t list = p.list + 16 * (uint64_t)(uint32_t)first;
-    for (uint32_t k = 0, at = rank; k < kvpc_fetch_each; k++)
-        if (takes[k])
-            kvpc_tell(list + 16 * at++, (uint32_t)host[k], launch);
-    if (last && first >> 32 == p.count - 1)
-        kvpc_end_list(p, (uint32_t)first + wanted, launch);
     const uint32_t n = wanted ? kvpc_read_log(p, b, s, freed, wanted) : 0;
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+    for (uint32_t k = 0, to = 0; k < kvpc_fetch_each; k++) {
         if (!takes[k])
             continue;
         x->slot[k] = rank < n ? b->slots[rank] : -1;
         const uint32_t row = rank < n ? (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k] : UINT32_MAX;
-        kvpc_tell(list + 16 * rank + 8, row, launch);
+        kvpc_tell(list + 16 * (p.shared ? to++ : k) + 8, row, launch);
         if (p.plan_src && rank < n) {
             const uint64_t at = 4 * ((uint64_t)s->request * p.entries + *listed + rank);
             *kvpc_at((uintptr_t)p.plan_src + at, 0) = host[k];
@@ -6212,6 +6214,8 @@ KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &
         while (src >> 32 != launch);
         if ((int32_t)src == kvpc_fetch_end)
             break;
+        if ((int32_t)src < 0)
+            continue;
         kvpc_spot<uint32_t> s = {0, work - e * (uint32_t)t.chunks.by, part.dst.base, part.src.base, 0, (int32_t)src};
         kvpc_chunk c = kvpc_chunk_at<true>(part, t, s, false); /* in row 0 of dst, so far */
         if (words)
