@@ -5848,10 +5848,9 @@ KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
 /* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
    launch counts in: word 1 (even launches) or 2, where requests looked up stand above the rows that they listed. Who
    draws the last number ends the launch. */
-KVPRIM_DEVICE uint64_t kvpc_end_draw(const kvpc_fetch &p, uint64_t drawn)
+KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
 {
-    const uint64_t launch = (uint64_t)1 << 32;
-    drawn += launch;
+    const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
     if ((uint32_t)drawn == 0)
         kvpc_store8(kvpc_word_of(p, 1 + ((uint32_t)(drawn >> 32) + 1) % 2), uint2{0, 0});
     if ((uint32_t)drawn == p.draws - 1)
@@ -5906,13 +5905,24 @@ KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_
     }
 }
 
-KVPRIM_DEVICE void kvpc_find_slots(const kvpc_fetch &p, const kvpc_fetch_state &s, kvpc_entries *x)
+/* What the map holds for tokens: a slot or another number. */
+KVPRIM_DEVICE void kvpc_load_slots(const kvpc_fetch_state &s, kvpc_entries *x)
 {
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         if (x->slot[k] = -1, x->token[k] >= 0)
             x->slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k]));
+}
+
+KVPRIM_DEVICE void kvpc_check_slots(const kvpc_fetch &p, kvpc_entries *x)
+{
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         x->slot[k] = (uint32_t)x->slot[k] < p.hot_rows ? x->slot[k] : -1;
+}
+
+KVPRIM_DEVICE void kvpc_find_slots(const kvpc_fetch &p, const kvpc_fetch_state &s, kvpc_entries *x)
+{
+    kvpc_load_slots(s, x);
+    kvpc_check_slots(p, x);
 }
 
 /* Marks entries that have a slot as used last. */
@@ -6129,29 +6139,30 @@ KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s
 
 /* >>impl_fetch_kernel
 
-   Loads a request's state and its first entries: nothing is written, as another block may look it up. */
+   Loads a request's state and its first entries. Nothing is written, as another block may look it up, and nobody waits
+   for the last loads: a number is drawn meanwhile. */
 KVPRIM_DEVICE void kvpc_load_state(const kvpc_fetch &p, kvpc_fetch_state *s, kvpc_entries *x)
 {
-    const uint32_t room = p.logged - p.entries;
     s->number = (uint64_t)kvpc_load_number(p.state + (p.state_wide ? 8 : 4) * (uint64_t)s->request, p.state_wide);
     kvpc_load_tokens(p, s->request, x);
     s->ends = p.first_state + p.state_bytes * (s->number < p.states ? s->number : 0);
     s->log = s->ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
     s->tag = s->stamp + 4 * p.hot_rows, s->map = s->tag + 4 * p.hot_rows;
     s->head = (uint32_t)kvpc_load_new(s->ends), s->base = (uint32_t)kvpc_load_new(s->ends + 4);
-    kvpc_find_slots(p, *s, x);
-    s->base = s->base < room ? s->base : room, s->head = s->head < s->base ? s->head : s->base;
+    kvpc_load_slots(*s, x);
 }
 
 /* See kvpi_fetch_request. */
 KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
                                       uint32_t launch)
 {
-    const uint32_t own = x->first;
+    const uint32_t own = x->first, room = p.logged - p.entries;
     const bool served = b->served, parts = p.span < p.entries;
     bool lacks = false;
     uint32_t listed = 0;
     uint64_t first = 0;
+    s->base = s->base < room ? s->base : room, s->head = s->head < s->base ? s->head : s->base;
+    kvpc_check_slots(p, x);
     for (; served && x->first - own < p.entries; x->first += p.span) { /* what is there stays there */
         if (x->first != own) {
             kvpc_load_tokens(p, s->request, x);
@@ -6238,22 +6249,19 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_fetch_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_fetch_block b;
-    kvpc_fetch_state s;
-    kvpc_entries x;
+    kvpc_fetch_state s = {};
+    kvpc_entries x = {};
     bool draws = true;
     s.request = blockIdx.x;
     if (p.pdl)
         kvpc_pdl_wait();
     for (;;) {
-        uint64_t drawn = 0;
-        if (draws && threadIdx.x == 0)
-            drawn = kvpc_add64(kvpc_word_of(p, 0), 1);
         x.first = threadIdx.x * p.each;
         s.number = UINT64_MAX;
         if (s.request < p.count)
             kvpc_load_state(p, &s, &x);
         if (threadIdx.x == 0) {
-            b.drawn = draws ? kvpc_end_draw(p, drawn) : b.drawn;
+            b.drawn = draws ? kvpc_draw(p) : b.drawn;
             b.served = (uint32_t)b.drawn == s.request && kvpc_is_first(p, s.number, (uint32_t)(b.drawn >> 32));
         }
         __syncthreads();
