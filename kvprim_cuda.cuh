@@ -5765,9 +5765,10 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
    have started, however few run at once.
 
    With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
-   instructions, which are fetched anew: so a thread has two entries, in registers, and an entry of the list is two
-   pairs of a row and the launch's number, each written at once. Who copies waits for the source, loads the row, and
-   then waits for the destination: slots are found while rows come over the link. */
+   instructions, which are fetched anew: so a thread has two entries, in registers. An entry of the list is two pairs of
+   a row and the launch's number, each written at once. Who copies waits for the source, loads the row, and then waits
+   for the destination: slots are found while rows come over the link. A lone request need not count what it lacks:
+   entry e of its list is its own entry e, with source -1 if there is nothing to copy. */
 #ifndef KVPRIM_NO_FETCH
 
 enum {
@@ -5776,7 +5777,7 @@ enum {
     kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
     kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
     kvpc_fetch_loads = 4,         /* words of a thread that copies */
-    kvpc_fetch_end = -2,          /* in place of a source, which is -1 for a fresh token: the list ends before */
+    kvpc_fetch_end = -2,          /* in place of a source: the list ends before */
     kvpc_fetch_marks =
         (4 * KVPRIM_MAX_HOT_ROWS + 2 * KVPRIM_MAX_FETCH_ENTRIES) / 32 /* words; a bit for each of a log */
 };
@@ -6301,34 +6302,41 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
             kvpi_fetch_empty(&p.layout, (int64_t)w - kvpi_divided((int64_t)w, p.layout.each) * p.layout.each);
 }
 
-/* d is resolved. */
-static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_desc *d, const kvprim_move *moves)
+/* Everything but what is copied, and by which blocks. d is resolved. */
+static kvpc_fetch kvpc_fetch_of(const kvpc_call *call, const kvprim_fetch_desc *d, uint32_t threads)
 {
-    kvpc_fetch p = {};
-    const int64_t entries = d->fresh_count + d->steps * d->top_k, gap = d->steps > 1 ? d->wanted_stride - d->top_k : 0;
     const kvpi_fetch_layout l = kvpi_fetch_layout_of(&d->set);
-    const kvpc_slice slice = {0, 1, 0, d->count * entries};
     const uint64_t size = kvpc_index_size(d->wanted_type), page_size = kvpc_index_size(d->pages_type);
-    uint32_t threads = kvpc_fetch_few_threads;
-    while (threads < kvpc_fetch_threads && threads < entries)
-        threads *= 2;
+    const int64_t gap = d->steps > 1 ? d->wanted_stride - d->top_k : 0;
+    kvpc_fetch p = {};
     p.memory = (uintptr_t)d->set.memory, p.list = p.memory + (uint64_t)l.list;
     p.first_state = p.memory + (uint64_t)l.states, p.state_bytes = 4 * (uint64_t)l.each;
-    p.state = (uintptr_t)d->state, p.fresh = (uintptr_t)d->fresh;
-    p.wanted = (uintptr_t)d->wanted - size * (uint64_t)d->fresh_count;
+    p.state = (uintptr_t)d->state, p.fresh = (uintptr_t)d->fresh, p.first_wanted = (uint32_t)d->fresh_count;
+    p.wanted = (uintptr_t)d->wanted - size * p.first_wanted, p.fresh_step = size * (uint64_t)d->fresh_stride;
     p.wanted_step = size * (uint64_t)d->steps * (uint64_t)d->wanted_stride, p.step_gap = size * (uint64_t)gap;
-    p.fresh_step = size * (uint64_t)d->fresh_stride, p.by_top_k = kvpc_divisor_of(d->top_k).narrow;
+    p.by_top_k = kvpc_divisor_of(d->top_k).narrow, p.pdl = call->launch.pdl != 0;
     p.pages = (uintptr_t)d->pages, p.pages_step = page_size * (uint64_t)d->pages_stride;
     p.by_page = kvpc_divisor_of(d->page_rows), p.max_pages = (uint64_t)d->max_pages;
     p.state_wide = d->state_type == KVPRIM_I64, p.wide = size == 8, p.pages_wide = d->pages_type == KVPRIM_I64;
-    p.pages_by_state = d->pages_by_state != 0, p.pdl = call->launch.pdl != 0, p.host_rows = (uint32_t)d->host_rows;
-    p.count = (uint32_t)d->count, p.entries = (uint32_t)entries, p.first_wanted = (uint32_t)d->fresh_count;
+    p.pages_by_state = d->pages_by_state != 0, p.host_rows = (uint32_t)d->host_rows, p.count = (uint32_t)d->count;
+    p.entries = p.first_wanted + (uint32_t)(d->steps * d->top_k);
     p.each = p.entries <= threads ? 1 : (uint32_t)kvpc_fetch_each, p.span = threads * p.each;
     p.shared = p.count > 1 || p.span < p.entries, p.states = (uint64_t)d->set.states;
-    p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows, p.logged = (uint32_t)l.logged;
-    p.longest = p.logged - (uint32_t)d->set.entries;
+    p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows;
+    p.logged = (uint32_t)l.logged, p.longest = p.logged - (uint32_t)d->set.entries;
     p.rows = d->rows, p.fresh_rows = d->fresh_rows, p.plan_src = d->plan_src, p.plan_dst = d->plan_dst;
     p.counters[0] = d->hits, p.counters[1] = d->misses, p.counters[2] = d->rejected;
+    return p;
+}
+
+static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_desc *d, const kvprim_move *moves)
+{
+    const int64_t entries = d->fresh_count + d->steps * d->top_k;
+    const kvpc_slice slice = {0, 1, 0, d->count * entries};
+    uint32_t threads = kvpc_fetch_few_threads;
+    while (threads < kvpc_fetch_threads && threads < entries)
+        threads *= 2;
+    kvpc_fetch p = kvpc_fetch_of(call, d, threads);
     for (const kvprim_move *m = moves; m < moves + 2 && m->count; m++) {
         kvpc_fetch_part *const part = &p.part[p.parts++];
         p.aligned |= (uint32_t)kvpc_fill_listed(call, m, &slice, part) << (part - p.part);
