@@ -5824,7 +5824,7 @@ typedef struct kvpc_fetch_block {
 
 /* A request under way: addresses, and the ends of its state's log when the call began. */
 typedef struct kvpc_fetch_state {
-    uint64_t number, ends, log, stamp, tag, map;
+    uint64_t number, log, stamp, map; /* before them: the ends, the tags */
     uint32_t request, head, base;
 } kvpc_fetch_state;
 
@@ -6097,7 +6097,8 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
         if (x->owns[k]) {
             uint32_t old = UINT32_MAX;
             if (x->slot[k] >= 0)
-                old = atomicExch((uint32_t *)kvpc_at(s->tag, x->slot[k]), (uint32_t)x->token[k]);
+                old = atomicExch((uint32_t *)kvpc_at(s->map - 4 * (uint64_t)p.hot_rows, x->slot[k]),
+                                 (uint32_t)x->token[k]);
             if (old < p.tokens)
                 *kvpc_at(s->map, (int32_t)old) = -1;
             *kvpc_at(s->map, x->token[k]) = x->slot[k];
@@ -6146,10 +6147,10 @@ KVPRIM_DEVICE void kvpc_load_state(const kvpc_fetch &p, kvpc_fetch_state *s, kvp
 {
     s->number = (uint64_t)kvpc_load_number(p.state + (p.state_wide ? 8 : 4) * (uint64_t)s->request, p.state_wide);
     kvpc_load_tokens(p, s->request, x);
-    s->ends = p.first_state + p.state_bytes * (s->number < p.states ? s->number : 0);
-    s->log = s->ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
-    s->tag = s->stamp + 4 * p.hot_rows, s->map = s->tag + 4 * p.hot_rows;
-    s->head = (uint32_t)kvpc_load_new(s->ends), s->base = (uint32_t)kvpc_load_new(s->ends + 4);
+    const uint64_t ends = p.first_state + p.state_bytes * (s->number < p.states ? s->number : 0);
+    s->log = ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
+    s->map = s->stamp + 8 * (uint64_t)p.hot_rows;
+    s->head = (uint32_t)kvpc_load_new(ends), s->base = (uint32_t)kvpc_load_new(ends + 4);
     kvpc_load_slots(*s, x);
 }
 
@@ -6206,7 +6207,8 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
     if (served && s->base > p.longest)
         kvpc_make_room(p, b, s);
     if (served && threadIdx.x == 0)
-        *kvpc_at(s->ends, 0) = (int32_t)s->head, *kvpc_at(s->ends, 1) = (int32_t)s->base;
+        *kvpc_at(s->log - 4 * kvpi_fetch_ends, 0) = (int32_t)s->head,
+                                               *kvpc_at(s->log - 4 * kvpi_fetch_ends, 1) = (int32_t)s->base;
 }
 
 /* Copies the share of one of `copiers` blocks of the rows that are listed. `words`: all are whole words. */
@@ -6228,17 +6230,20 @@ KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &
             break;
         if ((int32_t)src < 0)
             continue;
-        kvpc_spot<uint32_t> s = {0, work - e * (uint32_t)t.chunks.by, part.dst.base, part.src.base, 0, (int32_t)src};
-        kvpc_chunk c = kvpc_chunk_at<true>(part, t, s, false); /* in row 0 of dst, so far */
-        if (words)
-            kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+        while (!words && dst >> 32 != launch)
+            dst = kvpc_load_told(at_dst);
+        const kvpc_spot<uint32_t> s = {
+            0, work - e * (uint32_t)t.chunks.by, part.dst.base, part.src.base, words ? 0 : (int32_t)dst, (int32_t)src};
+        kvpc_chunk c = kvpc_chunk_at<false>(part, t, s, false); /* of whole words: in row 0 of dst, so far */
+        if (!words) {
+            kvpc_copy_chunk<1>(c, lane, lanes);
+            continue;
+        }
+        kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
         while (dst >> 32 != launch)
             dst = kvpc_load_told(at_dst);
-        s.to = (int32_t)dst;
-        if (!words)
-            kvpc_copy_chunk<1>(kvpc_chunk_at<false>(part, t, s, false), lane, lanes);
-        else if (kvpc_is_inside(t.dst_rows, s.to)) {
-            c.dst += kvpc_place(t.dst, (uint32_t)s.to);
+        if (kvpc_is_inside(t.dst_rows, (int32_t)dst)) {
+            c.dst += kvpc_place(t.dst, (uint32_t)dst);
             kvpc_store_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
         }
     }
