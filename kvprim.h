@@ -690,7 +690,7 @@ typedef struct kvprim_fetch_desc {
     int64_t reserved; /* 0 */
 } kvprim_fetch_desc;
 
-/* The bytes of a set's memory, from its other fields: for each state 24 * hot_rows + 16 * entries + 4 * tokens, and
+/* The bytes of a set's memory, from its other fields: for each state 24 * hot_rows + 24 * entries + 4 * tokens, and
    somewhat more. 0 if one of them is out of range. */
 KVPRIM_API size_t kvprim_fetch_state_bytes(const kvprim_fetch_set *set);
 
@@ -1117,9 +1117,9 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
 }
 
 #ifndef KVPRIM_NO_FETCH
-/* A set's memory. First the words that a call uses while it runs (zeros after a reset of all): kvpi_fetch_words of 8
-   bytes, then for each state the last launch that used it. From `list` on pairs of rows to copy, source and
-   destination. Then the states, `each` int32 apart:
+/* A set's memory. First what a call uses while it runs (zeros after a reset of all): kvpi_fetch_words of 8 bytes, then
+   for each state the last launch that used it, and from `list` on rows to copy: source, launch, destination, launch.
+   Then the states, `each` int32 apart:
 
        head, tail, 0, 0      of the log
        log[logged]           slots in the order of their use
@@ -1143,7 +1143,7 @@ KVPRIM_ANYWHERE kvpi_fetch_layout kvpi_fetch_layout_of(const kvprim_fetch_set *s
     l.logged = 4 * set->hot_rows + 2 * set->entries;
     l.each = (kvpi_fetch_ends + l.logged + 2 * l.hot_rows + l.tokens + 3) / 4 * 4;
     l.list = (8 * kvpi_fetch_words + 4 * set->states + 15) / 16 * 16;
-    l.states = l.list + (8 * set->states * set->entries + 15) / 16 * 16;
+    l.states = l.list + 16 * set->states * set->entries;
     l.bytes = l.states + 4 * set->states * l.each;
     return l;
 }
@@ -5132,8 +5132,8 @@ static kvprim_status kvpi_check_fetch_part(const kvprim_fetch_desc *d, int part,
     char *const list = (char *)d->set.memory + kvpi_fetch_layout_of(&d->set).list;
     const int used = hot->data || src->data || row_bytes;
     kvpi_set_move(m, &names[part], row_bytes, used, NULL);
-    kvpi_set_side(&m->dst, hot, list + 4, KVPRIM_I32, 0, 2);
-    kvpi_set_side(&m->src, src, list, KVPRIM_I32, 0, 2);
+    kvpi_set_side(&m->dst, hot, list + 8, KVPRIM_I32, 0, 4);
+    kvpi_set_side(&m->src, src, list, KVPRIM_I32, 0, 4);
     if (!used)
         return KVPRIM_OK;
     for (int side = 0; side < 2; side++)
@@ -5246,7 +5246,7 @@ KVPRIM_API kvprim_status kvprim_fetch_reset(const kvprim_fetch_set *set, int64_t
     const kvpi_fetch_layout l = kvpi_fetch_layout_of(set);
     const int64_t first = state < 0 ? 0 : state, end = state < 0 ? set->states : state + 1;
     if (state < 0)
-        memset(set->memory, 0, (size_t)l.list);
+        memset(set->memory, 0, (size_t)l.states);
     for (int64_t s = first; s < end; s++) {
         int32_t *const words = (int32_t *)((char *)set->memory + l.states) + s * l.each;
         for (int64_t w = 0; w < l.each; w++)
@@ -5261,7 +5261,7 @@ typedef struct kvpi_fetch {
     kvpi_fetch_layout layout;
     int64_t entries; /* of a request */
     uint32_t launch, *busy;
-    int32_t *list; /* pairs, of which there are ... */
+    int32_t *list; /* of four words each, of which there are ... */
     int64_t listed;
 } kvpi_fetch;
 
@@ -5328,8 +5328,8 @@ static int32_t kvpi_take_slot(kvpi_fetch *f, kvpi_fetch_state *s, int64_t token,
             if (old >= 0 && old < f->layout.tokens)
                 s->map[old] = -1;
             s->tag[slot] = (int32_t)token, s->map[token] = slot;
-            f->list[2 * f->listed] = (int32_t)host;
-            f->list[2 * f->listed++ + 1] = (int32_t)(s->number * f->layout.hot_rows + slot);
+            f->list[4 * f->listed] = (int32_t)host;
+            f->list[4 * f->listed++ + 2] = (int32_t)(s->number * f->layout.hot_rows + slot);
             return slot;
         }
     return -1;
@@ -5358,8 +5358,8 @@ static void kvpi_write_plan(const kvpi_fetch *f, int64_t request, int64_t first)
 {
     for (int64_t e = 0, at = request * f->entries; f->d.plan_src && e < f->entries; e++, at++) {
         const int used = first + e < f->listed;
-        f->d.plan_src[at] = used ? f->list[2 * (first + e)] : -1;
-        f->d.plan_dst[at] = used ? f->list[2 * (first + e) + 1] : -1;
+        f->d.plan_src[at] = used ? f->list[4 * (first + e)] : -1;
+        f->d.plan_dst[at] = used ? f->list[4 * (first + e) + 2] : -1;
     }
 }
 

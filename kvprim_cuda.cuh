@@ -528,10 +528,15 @@ KVPRIM_DEVICE uint64_t kvpc_add64(uint64_t address, uint64_t value)
     return before;
 }
 
-/* What another block counts now. */
-KVPRIM_DEVICE uint64_t kvpc_load_done(uint64_t address)
+/* What another block tells, 8 bytes at once: a number, and above it the launch. */
+KVPRIM_DEVICE uint64_t kvpc_load_told(uint64_t address)
 {
     return *(const volatile uint64_t *)kvpc_global(address);
+}
+
+KVPRIM_DEVICE void kvpc_tell(uint64_t address, uint32_t number, uint32_t launch)
+{
+    *(volatile uint64_t *)kvpc_global(address) = (uint64_t)launch << 32 | number;
 }
 
 /* An address is ready from here on. Left to itself the compiler makes it when it is used: after the wait for the kernel
@@ -642,12 +647,11 @@ KVPRIM_DEVICE uint32_t kvpc_sum_up(uint32_t *sums, uint32_t number, uint32_t *al
     if (lane == 31)
         sums[warp] = number;
     __syncthreads();
-    *all = 0;
-    for (uint32_t w = 0; w < blockDim.x / 32; w++) {
-        number += w < warp ? sums[w] : 0;
-        *all += sums[w];
-    }
-    return number;
+    uint32_t sum = lane < blockDim.x / 32 ? sums[lane] : 0, before = lane < warp ? sum : 0;
+    for (uint32_t mask = 1; mask < 32; mask *= 2)
+        sum += kvpc_shuffle_xor(sum, mask), before += kvpc_shuffle_xor(before, mask);
+    *all = sum;
+    return number + before;
 }
 
 /* The addresses of words that lie `step` bytes apart. */
@@ -1148,13 +1152,11 @@ template <uint32_t bytes> KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc
     return p.task;
 }
 
-/* Chunk `work` of all. Parts begin at 16-byte boundaries of dst, and the last one takes what a unit that begins inside
+/* The chunk at a spot. Parts begin at 16-byte boundaries of dst, and the last one takes what a unit that begins inside
    16 bytes has more than its parts. `words`: all are whole words. */
 template <bool words, class params, class number>
-KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool first_lane)
+KVPRIM_DEVICE kvpc_chunk kvpc_chunk_at(const params &p, const kvpc_task &t, kvpc_spot<number> s, bool first_lane)
 {
-    const kvpc_task &t = kvpc_task_of(p, work);
-    kvpc_spot<number> s = kvpc_find_spot(p, t, (number)(params::most_tasks > 1 ? work - (number)t.first_chunk : work));
     number part = s.in_row;
     if (t.units > 1) {
         const number unit = kvpc_divide(s.in_row, t.parts);
@@ -1177,6 +1179,15 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool firs
     if ((fills ? !dst_inside || !src_inside : c.bytes == 0) && s.layer == 0 && s.in_row == 0 && first_lane)
         kvpc_count_past(t, s.to, s.from);
     return c;
+}
+
+/* Chunk `work` of all. */
+template <bool words, class params, class number>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const params &p, number work, bool first_lane)
+{
+    const kvpc_task &t = kvpc_task_of(p, work);
+    const number of_task = params::most_tasks > 1 ? work - (number)t.first_chunk : work;
+    return kvpc_chunk_at<words>(p, t, kvpc_find_spot(p, t, of_task), first_lane);
 }
 
 /* >>impl_move_kernels ---------------------------------------------------------------------------------------------- */
@@ -5740,32 +5751,49 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
 /* >>impl_fetch ------------------------------------------------------------------------------------------------------
 
    One launch. Its blocks draw numbers. Each number below `count` is a request to look up. Who draws a larger one knows
-   that all lookups have begun, waits for their end, and copies its share of the rows that they listed. So nobody waits
-   for one that may not have started, however few run at once.
+   that all lookups have begun, and copies its share of the rows that they list. So nobody waits for one that may not
+   have started, however few run at once.
 
    With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
-   instructions, which are fetched anew: so a thread has two entries, in registers. */
+   instructions, which are fetched anew: so a thread has two entries, in registers. An entry of the list is two pairs of
+   a row and the launch's number, each written at once. Who copies waits for the source, loads the row, and then waits
+   for the destination: slots are found while rows come over the link. A lone request need not count what it lacks:
+   entry e of its list is its own entry e, with source -1 if there is nothing to copy. */
 #ifndef KVPRIM_NO_FETCH
 
 enum {
     kvpc_fetch_threads = 1024,
-    kvpc_fetch_few_threads = 256, /* of up to as many entries */
+    kvpc_fetch_few_threads = 256, /* at least */
     kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
     kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
-    kvpc_fetch_loads = 4          /* words of a thread that copies */
+    kvpc_fetch_loads = 4,         /* words of a thread that copies */
+    kvpc_fetch_end = -2,          /* in place of a source: the list ends before */
+    kvpc_fetch_marks =
+        (4 * KVPRIM_MAX_HOT_ROWS + 2 * KVPRIM_MAX_FETCH_ENTRIES) / 32 /* words; a bit for each of a log */
 };
 
 typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
 
+/* In the order of their use: each cache line of parameters is waited for. A number's `wide`: int64. */
 typedef struct kvpc_fetch {
-    uint32_t count, draws, entries, fresh, each, span; /* span: entries that a block looks up at a time */
-    uint32_t tokens, hot_rows, logged, longest;        /* longest: where a log may end */
-    uint32_t parts, pdl;                               /* parts: 1 with K, 2 with V */
-    kvpc_divisor32 by_top_k;                           /* 0: one step */
-    uint64_t step_gap;                                 /* bytes from a step's last token to the next one's first */
-    kvpc_divisor by_page;                              /* rows of a page; 0: no pages */
-    kvpi_fetch_layout layout;
-    kvprim_fetch_desc d; /* resolved */
+    uint64_t memory, state, wanted, fresh;                    /* wanted: before it, as its first entries are fresh */
+    uint64_t wanted_step, fresh_step;                         /* bytes from one request to the next */
+    uint32_t count, draws, entries, first_wanted, each, span; /* span: entries that a block looks up at a time */
+    uint32_t pdl, state_wide, wide, tokens;
+    uint64_t step_gap; /* bytes from a step's last token to the next one's first */
+    kvpc_divisor32 by_top_k;
+    uint64_t first_state, state_bytes, states;
+    uint32_t logged, longest, hot_rows; /* longest: where a log may end */
+    uint32_t shared;                    /* the list: by requests, or by the spans of one */
+    uint64_t list;
+    uint32_t groups, host_rows; /* groups: of threads that copy */
+    uint64_t pages, pages_step; /* pages_step: bytes */
+    kvpc_divisor by_page;       /* rows of a page; 0: no pages */
+    uint64_t max_pages;
+    uint32_t pages_wide, pages_by_state;
+    int32_t *rows, *fresh_rows, *plan_src, *plan_dst;
+    uint32_t *counters[3];   /* hits, misses, rejected */
+    uint32_t parts, aligned; /* parts: 1 with K, 2 with V; aligned: a bit for each whose rows are whole words */
     kvpc_fetch_part part[2];
 } kvpc_fetch;
 
@@ -5773,16 +5801,20 @@ static_assert(sizeof(kvpc_fetch) <= kvpc_params_bytes, "no room");
 
 /* What the threads of a block tell each other. */
 typedef struct kvpc_fetch_block {
-    uint32_t sums[32];
-    int32_t slots[kvpc_fetch_threads * kvpc_fetch_each]; /* that are free, in the order of their last use */
-    uint64_t drawn, done;
+    uint32_t sums[2][32];
+    union {
+        int32_t slots[kvpc_fetch_threads * kvpc_fetch_each]; /* that are free, in the order of their last use */
+        uint32_t marks[kvpc_fetch_marks];
+    };
+    uint32_t before[kvpc_fetch_threads]; /* marks of threads with lower numbers */
+    uint64_t drawn, first;
     int32_t head;
-    uint32_t served, first;
+    uint32_t served;
 } kvpc_fetch_block;
 
 /* A request under way: addresses, and the ends of its state's log when the call began. */
 typedef struct kvpc_fetch_state {
-    uint64_t number, ends, log, stamp, tag, map;
+    uint64_t number, log, stamp, map; /* before them: the ends, the tags */
     uint32_t request, head, base;
 } kvpc_fetch_state;
 
@@ -5795,7 +5827,7 @@ typedef struct kvpc_entries {
 
 KVPRIM_DEVICE uint64_t kvpc_word_of(const kvpc_fetch &p, uint32_t word)
 {
-    return (uintptr_t)p.d.set.memory + 8 * word;
+    return p.memory + 8 * word;
 }
 
 /* Element i of int32 in memory that this launch writes. */
@@ -5805,39 +5837,55 @@ KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
 }
 
 /* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
-   launch counts in: words 1 (even launches) and 2, where requests looked up stand above the rows that they listed, and
-   words 3 and 4, where rows are reserved in the list. Who draws the last number ends the launch. */
+   launch counts in: word 1 (even launches) or 2, where requests looked up stand above the rows that they listed. Who
+   draws the last number ends the launch. */
 KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
 {
     const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
-    const uint32_t next = (uint32_t)(drawn >> 32 & 1) ^ 1;
     if ((uint32_t)drawn == 0)
-        for (uint32_t word = 1; word < 5; word += 2)
-            kvpc_store8(kvpc_word_of(p, word + next), uint2{0, 0});
+        kvpc_store8(kvpc_word_of(p, 1 + ((uint32_t)(drawn >> 32) + 1) % 2), uint2{0, 0});
     if ((uint32_t)drawn == p.draws - 1)
         (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
     return drawn;
 }
 
-KVPRIM_DEVICE int64_t kvpc_load_number(const void *data, kvprim_index_type type, uint64_t i)
+/* Whether a request's number is that of a state that no request had before it in this launch. */
+KVPRIM_DEVICE bool kvpc_is_first(const kvpc_fetch &p, uint64_t number, uint32_t launch)
 {
-    const uint64_t at = (uintptr_t)data + i * (type == KVPRIM_I64 ? 8 : 4);
-    const int32_t low = kvpc_load_i32(at), high = type == KVPRIM_I64 ? kvpc_load_i32(at + 4) : low >> 31;
+    uint32_t *const busy = (uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)number);
+    return number < p.states && (p.count == 1 || atomicExch(busy, launch) != launch);
+}
+
+/* Tells those that copy where the list ends: each of their groups finds one of these entries. */
+KVPRIM_DEVICE void kvpc_end_list(const kvpc_fetch &p, uint32_t listed, uint32_t launch)
+{
+    const uint32_t most = p.count * p.entries, end = most - listed < p.groups ? most : listed + p.groups;
+    for (uint32_t e = listed + threadIdx.x; e < end; e += blockDim.x)
+        kvpc_tell(p.list + 16 * (uint64_t)e, (uint32_t)kvpc_fetch_end, launch);
+}
+
+/* A request, or a span of one, makes room in the list for n rows; `last`: it has no more. */
+KVPRIM_DEVICE uint64_t kvpc_reserve(const kvpc_fetch &p, uint32_t launch, uint32_t n, bool last)
+{
+    return kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)(last ? 1 : 0) << 32) + n);
+}
+
+KVPRIM_DEVICE int64_t kvpc_load_number(uint64_t at, bool wide)
+{
+    const int32_t low = kvpc_load_i32(at), high = wide ? kvpc_load_i32(at + 4) : low >> 31;
     return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
 }
 
 KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_entries *x)
 {
-    const bool wide = p.d.wanted_type == KVPRIM_I64;
+    const bool wide = p.wide;
     const uint32_t size = wide ? 8 : 4;
-    const uint64_t fresh = (uintptr_t)p.d.fresh + size * (uint64_t)request * (uint64_t)p.d.fresh_stride;
-    const uint64_t steps = (uint64_t)request * (uint32_t)p.d.steps;
-    const uint64_t wanted = (uintptr_t)p.d.wanted + size * (steps * (uint64_t)p.d.wanted_stride - p.fresh);
+    const uint64_t fresh = p.fresh + request * p.fresh_step, wanted = p.wanted + request * p.wanted_step;
     int32_t low[kvpc_fetch_each], high[kvpc_fetch_each];
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t e = x->first + k;
-        const uint64_t gaps = p.step_gap ? kvpc_divide(e - p.fresh, p.by_top_k) * p.step_gap : 0;
-        const uint64_t at = (e < p.fresh ? fresh : wanted + gaps) + e * size;
+        const uint64_t gaps = p.step_gap ? kvpc_divide(e - p.first_wanted, p.by_top_k) * p.step_gap : 0;
+        const uint64_t at = (e < p.first_wanted ? fresh : wanted + gaps) + e * size;
         low[k] = high[k] = -1;
         if (k < p.each && e < p.entries)
             low[k] = kvpc_load_i32(at), high[k] = wide ? kvpc_load_i32(at + 4) : 0;
@@ -5848,13 +5896,24 @@ KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_
     }
 }
 
-KVPRIM_DEVICE void kvpc_find_slots(const kvpc_fetch &p, const kvpc_fetch_state &s, kvpc_entries *x)
+/* What the map holds for tokens: a slot or another number. */
+KVPRIM_DEVICE void kvpc_load_slots(const kvpc_fetch_state &s, kvpc_entries *x)
 {
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         if (x->slot[k] = -1, x->token[k] >= 0)
             x->slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k]));
+}
+
+KVPRIM_DEVICE void kvpc_check_slots(const kvpc_fetch &p, kvpc_entries *x)
+{
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         x->slot[k] = (uint32_t)x->slot[k] < p.hot_rows ? x->slot[k] : -1;
+}
+
+KVPRIM_DEVICE void kvpc_find_slots(const kvpc_fetch &p, const kvpc_fetch_state &s, kvpc_entries *x)
+{
+    kvpc_load_slots(s, x);
+    kvpc_check_slots(p, x);
 }
 
 /* Marks entries that have a slot as used last. */
@@ -5875,52 +5934,93 @@ KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s,
 
 /* >>impl_fetch_slots
 
-   Numbers the slots of the log that are alive, from its head on. `room`: moves them all to the log's start. Otherwise
-   writes the first ones to b->slots, as many as entries want one, and moves the head past them. Returns how many there
-   are. *rank: how many entries of this thread want one, and becomes the number of the first. `slot` holds the thread's
-   first entries of the log. */
-template <bool room>
+   Writes the first `wanted` slots of the log that are alive to b->slots, from its head on, and moves the head past
+   them. Returns how many there are. `slot` holds the thread's first entries of the log. */
 KVPRIM_DEVICE uint32_t kvpc_read_log(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, int32_t *slot,
-                                     uint32_t *rank)
+                                     uint32_t wanted)
 {
-    uint32_t wanted = room ? p.hot_rows : 0, found = 0, all, own = room ? 0 : *rank;
+    uint32_t found = 0, all;
     for (uint32_t at = s->head + threadIdx.x * p.each;; at += p.span) {
         int32_t stamp[kvpc_fetch_each], next[kvpc_fetch_each];
+        uint32_t own = 0;
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             if (stamp[k] = -1, (uint32_t)slot[k] < p.hot_rows)
                 stamp[k] = kvpc_load_new((uintptr_t)kvpc_at(s->stamp, slot[k]));
         kvpc_load_log(p, *s, at + p.span, next);
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-            own += stamp[k] == (int32_t)(at + k) ? 1u << 16 : 0;
-        const uint32_t before = kvpc_sum_up(b->sums, own, &all) - own;
-        if (!room && found == 0 && (all & 0xffff))
-            wanted = all & 0xffff, *rank = before & 0xffff;
-        uint32_t to = found + (before >> 16);
+            own += stamp[k] == (int32_t)(at + k);
+        uint32_t to = found + kvpc_sum_up(b->sums[0], own, &all) - own;
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             if (stamp[k] == (int32_t)(at + k) && to < wanted) {
-                if (room)
-                    *kvpc_at(s->log, (int32_t)to) = slot[k], *kvpc_at(s->stamp, slot[k]) = (int32_t)to;
-                else
-                    b->slots[to] = slot[k];
+                b->slots[to] = slot[k];
                 if (++to == wanted)
                     b->head = (int32_t)(at + k + 1);
             }
-        found += all >> 16, own = 0;
+        found += all;
         __syncthreads();
         if (found >= wanted || at - threadIdx.x * p.each + p.span >= s->base)
             break;
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             slot[k] = next[k];
     }
-    if (wanted > 0)
-        s->head = found < wanted ? s->base : (uint32_t)b->head;
+    s->head = found < wanted ? s->base : (uint32_t)b->head;
     return found < wanted ? found : wanted;
+}
+
+/* Moves what is alive to the log's start, see kvpi_make_room: marks where in the log the slots lie, and counts. */
+KVPRIM_DEVICE void kvpc_make_room(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s)
+{
+    const uint32_t words = (p.logged + 31) / 32, each = (words + blockDim.x - 1) / blockDim.x;
+    uint32_t own = 0, all;
+    __syncthreads();
+    for (uint32_t w = threadIdx.x; w < words; w += blockDim.x)
+        b->marks[w] = 0;
+    __syncthreads();
+    for (uint32_t slot = threadIdx.x; slot < p.hot_rows; slot += blockDim.x) {
+        const uint32_t at = (uint32_t)kvpc_load_new((uintptr_t)kvpc_at(s->stamp, (int32_t)slot));
+        if (at >= s->head && at < s->base)
+            atomicOr(&b->marks[at / 32], 1u << at % 32);
+    }
+    __syncthreads();
+    for (uint32_t w = threadIdx.x * each; w < (threadIdx.x + 1) * each && w < words; w++)
+        own += (uint32_t)__popc(b->marks[w]);
+    b->before[threadIdx.x] = kvpc_sum_up(b->sums[0], own, &all) - own;
+    __syncthreads();
+    for (uint32_t slot = threadIdx.x; slot < p.hot_rows; slot += blockDim.x) {
+        const uint32_t at = (uint32_t)kvpc_load_new((uintptr_t)kvpc_at(s->stamp, (int32_t)slot)), word = at / 32;
+        if (at < s->head || at >= s->base)
+            continue;
+        uint32_t to = b->before[word / each] + (uint32_t)__popc(b->marks[word] & ((1u << at % 32) - 1));
+        for (uint32_t w = word / each * each; w < word; w++)
+            to += (uint32_t)__popc(b->marks[w]);
+        *kvpc_at(s->log, (int32_t)to) = (int32_t)slot, *kvpc_at(s->stamp, (int32_t)slot) = (int32_t)to;
+    }
+    s->head = 0, s->base = all;
+}
+
+/* Where the rows of owned tokens lie; -1: nowhere. Of fresh ones, nowhere, too. */
+KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, int32_t *host)
+{
+    int64_t page[kvpc_fetch_each];
+    const uint64_t pages = p.pages + (p.pages_by_state ? s.number : s.request) * p.pages_step;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t in_pages = kvpc_divide((uint32_t)x.token[k], p.by_page);
+        if (page[k] = -1, x.owns[k] && x.first + k >= p.first_wanted && (!p.by_page.by || in_pages < p.max_pages))
+            page[k] =
+                p.by_page.by ? kvpc_load_number(pages + (p.pages_wide ? 8 : 4) * (uint64_t)in_pages, p.pages_wide) : 0;
+    }
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
+        const uint32_t in_page =
+            (uint32_t)x.token[k] - kvpc_divide((uint32_t)x.token[k], p.by_page) * (uint32_t)p.by_page.by;
+        const uint64_t row = (uint64_t)(uint32_t)page[k] * p.by_page.by + in_page;
+        host[k] = page[k] >= 0 && page[k] <= INT32_MAX && row < p.host_rows ? (int32_t)row : -1;
+    }
 }
 
 /* Which of this thread's entries own their token: they lack a slot, and are the first that does. While slots are taken,
    the map holds numbers above all slots for such tokens, the largest for the first entry. Returns whether any token
-   repeats: if none does, nobody has to look again. */
-KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, kvpc_entries *x)
+   repeats: if none does, nobody has to look again. host: see kvpc_find_hosts, whose loads are under way meanwhile. */
+KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch &p, const kvpc_fetch_state &s, kvpc_entries *x, int32_t *host)
 {
     int32_t claim[kvpc_fetch_each];
     bool repeat = false;
@@ -5929,6 +6029,7 @@ KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, kvpc_entries *x)
         if (claim[k] = -1, x->owns[k])
             claim[k] = atomicMax(kvpc_at(s.map, x->token[k]), INT32_MAX - (int32_t)(x->first + k));
     }
+    kvpc_find_hosts(p, s, *x, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         repeat = repeat || claim[k] >= 0;
     if (!__syncthreads_or(repeat))
@@ -5939,72 +6040,55 @@ KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch_state &s, kvpc_entries *x)
     return true;
 }
 
-/* Where the rows of owned tokens lie; -1: nowhere. Of fresh ones, nowhere, too. */
-KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, int32_t *host)
-{
-    int64_t page[kvpc_fetch_each];
-    const uint64_t pages = (p.d.pages_by_state ? s.number : s.request) * (uint64_t)p.d.pages_stride;
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        const uint32_t in_pages = kvpc_divide((uint32_t)x.token[k], p.by_page);
-        if (page[k] = -1, x.owns[k] && x.first + k >= p.fresh && (!p.by_page.by || in_pages < p.d.max_pages))
-            page[k] = p.by_page.by ? kvpc_load_number(p.d.pages, p.d.pages_type, pages + in_pages) : 0;
-    }
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        const uint32_t in_page =
-            (uint32_t)x.token[k] - kvpc_divide((uint32_t)x.token[k], p.by_page) * (uint32_t)p.by_page.by;
-        const uint64_t row = (uint64_t)(uint32_t)page[k] * p.by_page.by + in_page;
-        host[k] = page[k] >= 0 && page[k] <= INT32_MAX && row < (uint64_t)p.d.host_rows ? (int32_t)row : -1;
-    }
-}
-
 /* Gives slots to the tokens of this thread's entries that lack one, and lists the rows to copy: *listed so far. */
 KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
                                    uint32_t *listed, uint32_t launch)
 {
     int32_t freed[kvpc_fetch_each], host[kvpc_fetch_each];
-    uint32_t rank = 0;
+    bool takes[kvpc_fetch_each];
+    uint32_t own = 0, wanted;
     kvpc_load_log(p, *s, s->head + threadIdx.x * p.each, freed);
-    const bool repeat = kvpc_claim(*s, x);
-    kvpc_find_hosts(p, *s, *x, host);
+    const bool repeat = kvpc_claim(p, *s, x, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        rank += x->owns[k] && (host[k] >= 0 || x->first + k < p.fresh);
-    const uint32_t n = kvpc_read_log<false>(p, b, s, freed, &rank);
-    uint32_t first = *listed; /* of these rows in the list */
-    if (p.count > 1) {
+        takes[k] = x->owns[k] && (host[k] >= 0 || x->first + k < p.first_wanted), own += takes[k];
+    uint64_t list = p.list + 16 * (uint64_t)x->first;
+    for (uint32_t k = 0; k < kvpc_fetch_each; k++)
+        if (!p.shared && k < p.each && x->first + k < p.entries)
+            kvpc_tell(list + 16 * k, (uint32_t)(takes[k] ? host[k] : -1), launch);
+    uint32_t rank = kvpc_sum_up(b->sums[1], own, &wanted) - own;
+    if (p.shared) {
+        const bool last = x->first - threadIdx.x * p.each + p.span >= p.entries;
         if (threadIdx.x == 0)
-            b->first = (uint32_t)kvpc_add64(kvpc_word_of(p, 3 + launch % 2), n);
+            b->first = kvpc_reserve(p, launch, wanted, last);
         __syncthreads();
-        first = b->first;
+        list = p.list + 16 * (uint64_t)((uint32_t)b->first + rank);
+        for (uint32_t k = 0, to = 0; k < kvpc_fetch_each; k++)
+            if (takes[k])
+                kvpc_tell(list + 16 * to++, (uint32_t)host[k], launch);
+        if (last && b->first >> 32 == p.count - 1)
+            kvpc_end_list(p, (uint32_t)b->first + wanted, launch);
     }
-    const uint64_t list = kvpc_word_of(p, 0) + (uint64_t)p.layout.list + 8 * (uint64_t)first;
-    for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
-        if (!x->owns[k] || (host[k] < 0 && x->first + k >= p.fresh))
+    const uint32_t n = wanted ? kvpc_read_log(p, b, s, freed, wanted) : 0;
+    for (uint32_t k = 0, to = 0; k < kvpc_fetch_each; k++) {
+        if (!takes[k])
             continue;
-        if (rank < n) {
-            x->slot[k] = b->slots[rank];
-            const uint32_t row = (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k];
-            kvpc_store8(list + 8 * rank, uint2{(uint32_t)host[k], row});
-            if (p.d.plan_src) {
-                const uint64_t at = 4 * ((uint64_t)s->request * p.entries + *listed + rank);
-                *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = host[k];
-                *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = (int32_t)row;
-            }
+        x->slot[k] = rank < n ? b->slots[rank] : -1;
+        const uint32_t row = rank < n ? (uint32_t)s->number * p.hot_rows + (uint32_t)x->slot[k] : UINT32_MAX;
+        kvpc_tell(list + 16 * (p.shared ? to++ : k) + 8, row, launch);
+        if (p.plan_src && rank < n) {
+            const uint64_t at = 4 * ((uint64_t)s->request * p.entries + *listed + rank);
+            *kvpc_at((uintptr_t)p.plan_src + at, 0) = host[k];
+            *kvpc_at((uintptr_t)p.plan_dst + at, 0) = (int32_t)row;
         }
         rank++;
     }
     *listed += n;
-    if (x->first - threadIdx.x * p.each + p.span >= p.entries) { /* all are listed: tell those that copy */
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)1 << 32) + *listed);
-        }
-    }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
         if (x->owns[k]) {
             uint32_t old = UINT32_MAX;
             if (x->slot[k] >= 0)
-                old = atomicExch((uint32_t *)kvpc_at(s->tag, x->slot[k]), (uint32_t)x->token[k]);
+                old = atomicExch((uint32_t *)kvpc_at(s->map - 4 * (uint64_t)p.hot_rows, x->slot[k]),
+                                 (uint32_t)x->token[k]);
             if (old < p.tokens)
                 *kvpc_at(s->map, (int32_t)old) = -1;
             *kvpc_at(s->map, x->token[k]) = x->slot[k];
@@ -6019,54 +6103,58 @@ KVPRIM_DEVICE void kvpc_take_slots(const kvpc_fetch &p, kvpc_fetch_block *b, kvp
 /* Tells the rows of this thread's entries, and counts them. Of a request that is not served all are -1. */
 KVPRIM_DEVICE void kvpc_tell_rows(const kvpc_fetch &p, const kvpc_fetch_state &s, const kvpc_entries &x, bool served)
 {
-    const uint32_t wanted = p.entries - p.fresh;
-    int32_t *const rows = p.d.rows + (uint64_t)s.request * wanted;
-    int32_t *const fresh = p.d.fresh_rows + (uint64_t)s.request * p.fresh;
+    const uint32_t wanted = p.entries - p.first_wanted;
+    int32_t *const rows = p.rows + (uint64_t)s.request * wanted;
+    int32_t *const fresh = p.fresh_rows + (uint64_t)s.request * p.first_wanted;
     uint32_t n = 0;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t e = x.first + k;
         if (k >= p.each || e >= p.entries)
             break;
         const int32_t row = x.slot[k] < 0 ? -1 : (int32_t)((uint32_t)s.number * p.hot_rows) + x.slot[k];
-        *kvpc_at((uintptr_t)(e < p.fresh ? fresh + e : rows + (e - p.fresh)), 0) = row;
+        *kvpc_at((uintptr_t)(e < p.first_wanted ? fresh + e : rows + (e - p.first_wanted)), 0) = row;
         if (served)
             *kvpc_at(s.log, (int32_t)(s.base + e)) = x.slot[k];
-        n += row < 0       ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
-             : e < p.fresh ? 0
-             : x.owns[k]   ? 1u << 10
-                           : 1;
+        n += row < 0              ? (uint32_t)(x.token[k] != -1 && (int64_t)s.number >= 0) << 20
+             : e < p.first_wanted ? 0
+             : x.owns[k]          ? 1u << 10
+                                  : 1;
     }
-    if (!p.d.hits && !p.d.misses && !p.d.rejected)
+    if (!p.counters[0] && !p.counters[1] && !p.counters[2])
         return;
     for (uint32_t mask = 1; mask < 32; mask *= 2)
         n += kvpc_shuffle_xor(n, mask);
-    uint32_t *const counters[] = {p.d.hits, p.d.misses, p.d.rejected};
     for (uint32_t k = 0; k < 3; k++)
-        if (threadIdx.x % 32 == 0 && counters[k] && (n >> 10 * k & 1023))
-            atomicAdd(counters[k], n >> 10 * k & 1023);
+        if (threadIdx.x % 32 == 0 && p.counters[k] && (n >> 10 * k & 1023))
+            atomicAdd(p.counters[k], n >> 10 * k & 1023);
 }
 
 /* >>impl_fetch_kernel
 
-   See kvpi_fetch_request. The first entries' tokens are loaded. */
+   Loads a request's state and its first entries. Nothing is written, as another block may look it up, and nobody waits
+   for the last loads: a number is drawn meanwhile. */
+KVPRIM_DEVICE void kvpc_load_state(const kvpc_fetch &p, kvpc_fetch_state *s, kvpc_entries *x)
+{
+    s->number = (uint64_t)kvpc_load_number(p.state + (p.state_wide ? 8 : 4) * (uint64_t)s->request, p.state_wide);
+    kvpc_load_tokens(p, s->request, x);
+    const uint64_t ends = p.first_state + p.state_bytes * (s->number < p.states ? s->number : 0);
+    s->log = ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
+    s->map = s->stamp + 8 * (uint64_t)p.hot_rows;
+    s->head = (uint32_t)kvpc_load_new(ends), s->base = (uint32_t)kvpc_load_new(ends + 4);
+    kvpc_load_slots(*s, x);
+}
+
+/* See kvpi_fetch_request. */
 KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc_fetch_state *s, kvpc_entries *x,
                                       uint32_t launch)
 {
     const uint32_t own = x->first, room = p.logged - p.entries;
-    const bool is_state = (uint64_t)p.d.set.states > s->number, parts = p.span < p.entries;
+    const bool served = b->served, parts = p.span < p.entries;
     bool lacks = false;
     uint32_t listed = 0;
-    s->ends = kvpc_word_of(p, 0) + (uint64_t)p.layout.states + 4 * (uint64_t)p.layout.each * (is_state ? s->number : 0);
-    s->log = s->ends + 4 * kvpi_fetch_ends, s->stamp = s->log + 4 * (uint64_t)p.logged;
-    s->tag = s->stamp + 4 * p.hot_rows, s->map = s->tag + 4 * p.hot_rows;
-    if (threadIdx.x == 0)
-        b->served = is_state && atomicExch((uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)s->number),
-                                           launch) != launch;
-    s->head = (uint32_t)kvpc_load_new(s->ends), s->base = (uint32_t)kvpc_load_new(s->ends + 4);
-    kvpc_find_slots(p, *s, x);
+    uint64_t first = 0;
     s->base = s->base < room ? s->base : room, s->head = s->head < s->base ? s->head : s->base;
-    __syncthreads();
-    const bool served = b->served;
+    kvpc_check_slots(p, x);
     for (; served && x->first - own < p.entries; x->first += p.span) { /* what is there stays there */
         if (x->first != own) {
             kvpc_load_tokens(p, s->request, x);
@@ -6077,8 +6165,10 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
             lacks = lacks || (x->token[k] >= 0 && x->slot[k] < 0);
     }
     const bool missing = __syncthreads_or(lacks);
-    if (!missing && threadIdx.x == 0)
-        (void)kvpc_add64(kvpc_word_of(p, 1 + launch % 2), (uint64_t)1 << 32);
+    if (!missing && !p.shared)
+        kvpc_end_list(p, 0, launch);
+    else if (!missing && threadIdx.x == 0)
+        first = kvpc_reserve(p, launch, 0, true);
     for (x->first = own; x->first - own < p.entries; x->first += p.span) {
         if (parts) {
             kvpc_load_tokens(p, s->request, x);
@@ -6092,81 +6182,100 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
         if (parts)
             __syncthreads(); /* the next tokens may be the same */
     }
-    for (uint32_t k = listed + threadIdx.x; p.d.plan_src && k < p.entries; k += blockDim.x) {
+    if (!missing && p.shared) {
+        if (threadIdx.x == 0)
+            b->first = first;
+        __syncthreads();
+        if (b->first >> 32 == p.count - 1)
+            kvpc_end_list(p, (uint32_t)b->first, launch);
+    }
+    for (uint32_t k = listed + threadIdx.x; p.plan_src && k < p.entries; k += blockDim.x) {
         const uint64_t at = 4 * ((uint64_t)s->request * p.entries + k);
-        *kvpc_at((uintptr_t)p.d.plan_src + at, 0) = *kvpc_at((uintptr_t)p.d.plan_dst + at, 0) = -1;
+        *kvpc_at((uintptr_t)p.plan_src + at, 0) = *kvpc_at((uintptr_t)p.plan_dst + at, 0) = -1;
     }
     s->base += p.entries;
-    if (served && s->base > p.longest) { /* see kvpi_make_room */
-        int32_t slot[kvpc_fetch_each];
-        uint32_t none;
-        __syncthreads();
-        kvpc_load_log(p, *s, s->head + own, slot);
-        s->base = kvpc_read_log<true>(p, b, s, slot, &none), s->head = 0;
-    }
+    if (served && s->base > p.longest)
+        kvpc_make_room(p, b, s);
     if (served && threadIdx.x == 0)
-        *kvpc_at(s->ends, 0) = (int32_t)s->head, *kvpc_at(s->ends, 1) = (int32_t)s->base;
+        *kvpc_at(s->log - 4 * kvpi_fetch_ends, 0) = (int32_t)s->head,
+                                               *kvpc_at(s->log - 4 * kvpi_fetch_ends, 1) = (int32_t)s->base;
 }
 
-/* Copies this block's share of the rows that were listed. */
-KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch_part &p, uint32_t listed)
+/* Copies the share of one of `copiers` blocks of the rows that are listed. `words`: all are whole words. */
+KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &part, bool words, uint32_t launch,
+                                    uint32_t copier)
 {
-    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
-    const uint32_t groups = gridDim.x * (blockDim.x >> p.lanes_shift), total = listed * (uint32_t)p.task.chunks.by;
-    for (uint32_t work = blockIdx.x + gridDim.x * (threadIdx.x >> p.lanes_shift); work < total; work += groups) {
-        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, false);
-        if (kvpc_is_words(c)) {
-            uint4 v[kvpc_fetch_loads];
-            kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
-            kvpc_store_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
-        } else
+    const kvpc_task &t = part.task;
+    const uint32_t lanes = 1u << part.lanes_shift, lane = threadIdx.x & (lanes - 1), at = 16 * lane;
+    const uint32_t copiers = p.draws - p.count, groups = copiers * (blockDim.x >> part.lanes_shift);
+    for (uint32_t work = copier + copiers * (threadIdx.x >> part.lanes_shift); work < part.total; work += groups) {
+        const uint32_t e = kvpc_divide(work, t.chunks);
+        const uint64_t at_src = p.list + 16 * (uint64_t)e, at_dst = at_src + 8;
+        uint64_t src, dst;
+        uint4 v[kvpc_fetch_loads];
+        do
+            src = kvpc_load_told(at_src), dst = kvpc_load_told(at_dst);
+        while (src >> 32 != launch);
+        if ((int32_t)src == kvpc_fetch_end)
+            break;
+        if ((int32_t)src < 0)
+            continue;
+        while (!words && dst >> 32 != launch)
+            dst = kvpc_load_told(at_dst);
+        const kvpc_spot<uint32_t> s = {
+            0, work - e * (uint32_t)t.chunks.by, part.dst.base, part.src.base, words ? 0 : (int32_t)dst, (int32_t)src};
+        kvpc_chunk c = kvpc_chunk_at<false>(part, t, s, false); /* of whole words: in row 0 of dst, so far */
+        if (!words) {
             kvpc_copy_chunk<1>(c, lane, lanes);
+            continue;
+        }
+        kvpc_load_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+        while (dst >> 32 != launch)
+            dst = kvpc_load_told(at_dst);
+        if (kvpc_is_inside(t.dst_rows, (int32_t)dst)) {
+            c.dst += kvpc_place(t.dst, (uint32_t)dst);
+            kvpc_store_once<kvpc_fetch_loads>(c, at, 16 * lanes, v);
+        }
     }
 }
 
-/* A block first guesses that it draws its own number: the tokens are then there when it has drawn. */
+/* A block first guesses that it draws its own number: its state is then there when it has drawn. If there are blocks
+   enough, each draws once: those that look up do not copy. */
 static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_fetch_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_fetch_block b;
-    kvpc_fetch_state s;
-    kvpc_entries x;
+    kvpc_fetch_state s = {};
+    kvpc_entries x = {};
     bool draws = true;
     s.request = blockIdx.x;
     if (p.pdl)
         kvpc_pdl_wait();
     for (;;) {
-        if (draws && threadIdx.x == 0)
-            b.drawn = kvpc_draw(p);
         x.first = threadIdx.x * p.each;
-        if (s.request < p.count) {
-            s.number = (uint64_t)kvpc_load_number(p.d.state, p.d.state_type, s.request);
-            kvpc_load_tokens(p, s.request, &x);
+        s.number = UINT64_MAX;
+        if (s.request < p.count)
+            kvpc_load_state(p, &s, &x);
+        if (threadIdx.x == 0) {
+            b.drawn = draws ? kvpc_draw(p) : b.drawn;
+            b.served = (uint32_t)b.drawn == s.request && kvpc_is_first(p, s.number, (uint32_t)(b.drawn >> 32));
         }
         __syncthreads();
-        const uint32_t drawn = (uint32_t)b.drawn;
-        if (drawn >= p.count)
+        if ((uint32_t)b.drawn >= p.count)
             break;
-        draws = drawn == s.request;
-        s.request = drawn;
+        draws = (uint32_t)b.drawn == s.request;
+        s.request = (uint32_t)b.drawn;
         if (draws) {
             kvpc_fetch_request(p, &b, &s, &x, (uint32_t)(b.drawn >> 32));
-            s.request = drawn + gridDim.x;
+            if (p.draws == gridDim.x)
+                return;
+            s.request += gridDim.x;
         }
         __syncthreads();
     }
-    if (p.parts == 0)
-        return;
-    if (threadIdx.x == 0) {
-        do
-            b.done = kvpc_load_done(kvpc_word_of(p, 1 + (uint32_t)(b.drawn >> 32 & 1)));
-        while (b.done >> 32 < p.count);
-        __threadfence();
-    }
-    __syncthreads();
     KVPRIM_ROLLED
-    for (uint32_t k = 0; k < p.parts && (uint32_t)b.done; k++)
-        kvpc_copy_listed(p.part[k], (uint32_t)b.done);
+    for (uint32_t k = 0; k < p.parts; k++)
+        kvpc_copy_listed(p, p.part[k], p.aligned >> k & 1, (uint32_t)(b.drawn >> 32), (uint32_t)b.drawn - p.count);
 }
 
 typedef struct kvpc_fetch_reset {
@@ -6188,33 +6297,58 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
             kvpi_fetch_empty(&p.layout, (int64_t)w - kvpi_divided((int64_t)w, p.layout.each) * p.layout.each);
 }
 
-/* d is resolved. */
+/* Everything but what is copied, and by which blocks. d is resolved. */
+static kvpc_fetch kvpc_fetch_of(const kvpc_call *call, const kvprim_fetch_desc *d, uint32_t threads)
+{
+    const kvpi_fetch_layout l = kvpi_fetch_layout_of(&d->set);
+    const uint64_t size = kvpc_index_size(d->wanted_type), page_size = kvpc_index_size(d->pages_type);
+    const int64_t gap = d->steps > 1 ? d->wanted_stride - d->top_k : 0;
+    kvpc_fetch p = {};
+    p.memory = (uintptr_t)d->set.memory, p.list = p.memory + (uint64_t)l.list;
+    p.first_state = p.memory + (uint64_t)l.states, p.state_bytes = 4 * (uint64_t)l.each;
+    p.state = (uintptr_t)d->state, p.fresh = (uintptr_t)d->fresh, p.first_wanted = (uint32_t)d->fresh_count;
+    p.wanted = (uintptr_t)d->wanted - size * p.first_wanted, p.fresh_step = size * (uint64_t)d->fresh_stride;
+    p.wanted_step = size * (uint64_t)d->steps * (uint64_t)d->wanted_stride, p.step_gap = size * (uint64_t)gap;
+    p.by_top_k = kvpc_divisor_of(d->top_k).narrow, p.pdl = call->launch.pdl != 0;
+    p.pages = (uintptr_t)d->pages, p.pages_step = page_size * (uint64_t)d->pages_stride;
+    p.by_page = kvpc_divisor_of(d->page_rows), p.max_pages = (uint64_t)d->max_pages;
+    p.state_wide = d->state_type == KVPRIM_I64, p.wide = size == 8, p.pages_wide = d->pages_type == KVPRIM_I64;
+    p.pages_by_state = d->pages_by_state != 0, p.host_rows = (uint32_t)d->host_rows, p.count = (uint32_t)d->count;
+    p.entries = p.first_wanted + (uint32_t)(d->steps * d->top_k);
+    p.each = p.entries <= threads ? 1 : (uint32_t)kvpc_fetch_each, p.span = threads * p.each;
+    p.shared = p.count > 1 || p.span < p.entries, p.states = (uint64_t)d->set.states;
+    p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows;
+    p.logged = (uint32_t)l.logged, p.longest = p.logged - (uint32_t)d->set.entries;
+    p.rows = d->rows, p.fresh_rows = d->fresh_rows, p.plan_src = d->plan_src, p.plan_dst = d->plan_dst;
+    p.counters[0] = d->hits, p.counters[1] = d->misses, p.counters[2] = d->rejected;
+    return p;
+}
+
 static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_desc *d, const kvprim_move *moves)
 {
-    kvpc_fetch p = {};
-    const int64_t entries = d->fresh_count + d->steps * d->top_k, gap = d->steps > 1 ? d->wanted_stride - d->top_k : 0;
+    const int64_t entries = d->fresh_count + d->steps * d->top_k;
     const kvpc_slice slice = {0, 1, 0, d->count * entries};
-    p.d = *d, p.layout = kvpi_fetch_layout_of(&d->set), p.pdl = call->launch.pdl != 0;
+    uint32_t threads = kvpc_fetch_few_threads;
+    while (threads < kvpc_fetch_threads && threads < entries)
+        threads *= 2;
+    kvpc_fetch p = kvpc_fetch_of(call, d, threads);
     for (const kvprim_move *m = moves; m < moves + 2 && m->count; m++) {
         kvpc_fetch_part *const part = &p.part[p.parts++];
-        (void)kvpc_fill_listed(call, m, &slice, part);
+        p.aligned |= (uint32_t)kvpc_fill_listed(call, m, &slice, part) << (part - p.part);
         const uint64_t unit = part->task.unit_bytes;
         kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 1024 ? 4 : 5, kvpc_fetch_loads);
         if (part->total >= (uint64_t)1 << 31)
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes 2^31 pieces or more", call->function,
                                m->names->row_bytes, (long long)m->row_bytes);
     }
-    const uint32_t threads = entries <= kvpc_fetch_few_threads ? kvpc_fetch_few_threads : kvpc_fetch_threads;
-    p.count = (uint32_t)d->count, p.entries = (uint32_t)entries, p.fresh = (uint32_t)d->fresh_count;
-    p.each = p.entries <= threads ? 1 : (uint32_t)kvpc_fetch_each, p.span = threads * p.each;
-    p.tokens = (uint32_t)d->set.tokens, p.hot_rows = (uint32_t)d->set.hot_rows, p.logged = (uint32_t)p.layout.logged;
-    p.longest = p.logged - (uint32_t)d->set.entries;
-    p.by_top_k = kvpc_divisor_of(d->top_k).narrow, p.step_gap = (uint64_t)gap * kvpc_index_size(d->wanted_type);
-    p.by_page = kvpc_divisor_of(d->page_rows);
     const uint64_t wanted = p.count + (p.parts ? (uint64_t)kvpc_fetch_copiers : 0);
     const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors();
     const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
-    p.draws = p.count + blocks;
+    p.draws = blocks + (blocks < wanted ? p.count : 0);
+    for (uint32_t k = 0; k < p.parts; k++) {
+        const uint32_t groups = (p.draws - p.count) * (threads >> p.part[k].lanes_shift);
+        p.groups = groups > p.groups ? groups : p.groups;
+    }
     return kvpc_start(call, kvpc_fetch_kernel, blocks, threads, p);
 }
 
@@ -6222,7 +6356,7 @@ static kvprim_status kvpc_run_fetch_reset(const kvpc_call *call, const kvprim_fe
 {
     kvpc_fetch_reset p;
     p.layout = kvpi_fetch_layout_of(set), p.pdl = call->launch.pdl != 0;
-    p.memory = (uintptr_t)set->memory, p.words = state < 0 ? (uint64_t)p.layout.list / 4 : 0;
+    p.memory = (uintptr_t)set->memory, p.words = state < 0 ? (uint64_t)p.layout.states / 4 : 0;
     p.states = p.memory + (uint64_t)(p.layout.states + 4 * p.layout.each * (state < 0 ? 0 : state));
     p.total = (uint64_t)(p.layout.each * (state < 0 ? set->states : 1));
     const uint64_t wanted = (p.words + p.total) / (4 * kvpc_fetch_threads) + 1;

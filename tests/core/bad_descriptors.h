@@ -820,7 +820,7 @@ static void bad_fetches(void)
     BAD(fetch, count = 3, SIZE, "kvprim_fetch: count is 3, less than 0 or more than 2");
     BAD(fetch, set.memory = NULL, NULL, "kvprim_fetch: set.memory is NULL");
     BAD(fetch, set.memory = plus(memory, 8), ARGUMENT, "kvprim_fetch: set.memory (");
-    BAD(fetch, set.bytes = 700, SIZE, "kvprim_fetch: set.bytes is 700, less than 7");
+    BAD(fetch, set.bytes = 700, SIZE, "kvprim_fetch: set.bytes is 700, less than 816");
     BAD(fetch, set.states = 0, SIZE, "kvprim_fetch: set.states is 0, less than 1 or more than ");
     BAD(fetch, set.states = (int64_t)1 << 40, SIZE, "kvprim_fetch: set.states is 1099511627776, ");
     BAD(fetch, set.states = 1 << 20;

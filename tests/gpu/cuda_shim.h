@@ -90,6 +90,19 @@ static inline uint32_t atomicExch(uint32_t *at, uint32_t value)
     return before;
 }
 
+static inline uint32_t atomicOr(uint32_t *at, uint32_t bits)
+{
+    kvprim_emulate_access(reinterpret_cast<uintptr_t>(at), 4);
+    const uint32_t before = *at;
+    *at = before | bits;
+    return before;
+}
+
+static inline int __popc(uint32_t bits)
+{
+    return __builtin_popcount(bits);
+}
+
 static inline void __threadfence()
 {
 }
@@ -295,10 +308,16 @@ static inline uint64_t kvpc_add64(uint64_t address, uint64_t value)
     return before;
 }
 
-static inline uint64_t kvpc_load_done(uint64_t address)
+static inline uint64_t kvpc_load_told(uint64_t address)
 {
     kvprim_emulate_access(address, 8);
     return *reinterpret_cast<const uint64_t *>(uintptr_t(address));
+}
+
+static inline void kvpc_tell(uint64_t address, uint32_t number, uint32_t launch)
+{
+    kvprim_emulate_access(address, 8);
+    *reinterpret_cast<uint64_t *>(uintptr_t(address)) = uint64_t(launch) << 32 | number;
 }
 
 static inline int64_t kvpc_load_i64(uint64_t address)
