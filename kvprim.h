@@ -3350,7 +3350,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->host_index = side->reserved = 0;
     side->bytes = 0;
     side->format.dtype = (kvprim_dtype)0, side->format.scale = (kvprim_scale_kind)0;
-    side->format.scales = NULL, side->format.nans = NULL;
+    side->format.scales = NULL, side->format.nans = NULL, side->format.tensor_scale = NULL;
 }
 
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
