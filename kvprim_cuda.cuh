@@ -39,7 +39,8 @@
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
-           >>impl_convert_plan    the same for plain rows that convert
+           >>impl_convert_plan    the same for plain rows that convert: which moves, and all parameters but
+           >>impl_convert_shape       ... how threads share rows; the launch
            >>impl_move_plan       the same for all other moves, and the copy engine
            >>impl_move_lists      ... of device layers and indices of the host
            >>impl_move_batches    ... of several moves in a launch
@@ -1797,6 +1798,7 @@ typedef struct kvpc_route {
     uint32_t octet;                 /* the number of the first octet in the row */
     uint32_t octets;
     uint32_t edges; /* bytes of a row whose edges are fetched first, or 0 */
+    uint32_t how;   /* of few tiles kvpc_convert's; the three above then have the bits of `limits` */
 } kvpc_route;
 
 /* How plain rows convert. The lowest bits are a kvpc_dependence: what is in a register since the kernel's begin does
@@ -1838,11 +1840,13 @@ typedef struct kvpc_convert {
 } kvpc_convert;
 
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, 1 << lanes_shift (up to 32) for each
-   tile, and, where V's words are only copied, as many more as these. Other blocks move V if it has tiles, too. */
+   tile, and, where V's words are only copied, as many more as these. Other blocks move V if it has tiles, too.
+   Of few tiles, with an octet for each thread, k_threads of a row's row_threads move K, and those from there to v_words
+   V; src[1] and src_stride[1] are what V's exceed K's by. 1 to 64 rows so take 0.87 of the time (H200). */
 typedef struct kvpc_convert_tiles : kvpc_convert {
-    float least, largest, inverse; /* `largest`: of the type; `inverse`: its reciprocal */
-    uint32_t edges, scale_edges;   /* bytes of a row and of its scales whose edges are fetched first, or 0 */
-    uint32_t edge_lanes;           /* a mask: the threads of a row that do so; `edges` are then those of a head */
+    float limits[3];             /* the smallest scale, the type's largest value, and that one's reciprocal */
+    uint32_t edges, scale_edges; /* bytes of a row and of its scales whose edges are fetched first, or 0 */
+    uint32_t edge_lanes;         /* a mask: the threads of a row that do so; `edges` are then those of a head */
 } kvpc_convert_tiles;
 
 typedef struct kvpc_convert_packed : kvpc_convert_tiles {
@@ -1880,9 +1884,11 @@ KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert &, const kvpc_route &, uint
 KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert_packed &p, const kvpc_route &s, uint32_t round, uint64_t *src,
                                   uint64_t *dst, uint64_t *scale_at)
 {
+    if (round == p.rounds)
+        return false;
     *src += p.round_src, *dst = kvpc_row_at(*dst + p.round_dst, p.round_heads, s.head);
     *scale_at = kvpc_row_at(*scale_at, p.round_tiles, s.tile);
-    return round < p.rounds;
+    return true;
 }
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
@@ -1994,7 +2000,13 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
     else if (kind == kvpc_int8)
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_INT8, 8>(out[m], x[m].e);
-    else if (KVPRIM_UNLIKELY((how & kvpc_e5m2) != 0))
+    else if (octets == 1 && !own_scale) { /* both, of few tiles: sooner than a branch */
+        uint32_t e5m2[2];
+        kvpc_encode<KVPRIM_F8E4M3, 8>(out[0], x[0].e);
+        kvpc_encode<KVPRIM_F8E5M2, 8>(e5m2, x[0].e);
+        for (uint32_t w = 0; w < 2; w++)
+            out[0][w] = how & kvpc_e5m2 ? e5m2[w] : out[0][w];
+    } else if (KVPRIM_UNLIKELY((how & kvpc_e5m2) != 0))
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_F8E5M2, 8>(out[m], x[m].e);
     else
@@ -2169,6 +2181,61 @@ template <kvprim_dtype from, bool few> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(
     return most;
 }
 
+/* Scales a thread's octets of a tile by what its largest magnitudes, `most`, say, and stores them `apart` octets from
+   each other. The thread that `begins` the tile stores the scale: of few tiles before the octets, which is sooner. */
+template <kvprim_dtype from, int kind, uint32_t loads>
+KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const float *limits, uint32_t how, const uint4 *v,
+                                   uint32_t most, float outer, uint64_t dst, uint32_t apart, const bool *has,
+                                   uint64_t scale_at, bool inside, bool begins)
+{
+    const float least = limits[0], largest = limits[1], inverse = limits[2];
+    const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
+    kvpc_any_scale computed = {0, 0};
+    if (kind == kvpc_4_bits)
+        computed = kvpc_compute_any_scale(kvpc_most_of<from>(most), largest, inverse, least,
+                                          (how & kvpc_power_of_two) != 0, scales, outer);
+    const float scale = kind == kvpc_4_bits ? computed.divisor
+                                            : kvpc_tile_scale(kvpc_most_of<from>(most), largest, inverse, least,
+                                                              (how & kvpc_power_of_two) != 0);
+    uint64_t to[loads];
+    bool stores[loads];
+    for (uint32_t k = 0; k < loads; k++) {
+        to[k] = dst + (kind == kvpc_4_bits ? 4 : 8) * k * apart;
+        stores[k] = has[k] && inside;
+    }
+    if (loads == 1 && inside && begins)
+        kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
+    kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
+    if (inside && begins && kind == kvpc_4_bits)
+        kvpc_store_any_scale(scale_at, computed.code, scales);
+    else if (loads > 1 && inside && begins)
+        kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
+}
+
+/* What a thread of the kernel below moves. first: its first octet or, if it copies, word. Threads past the last row or
+   lane (!any) read what others do. */
+typedef struct kvpc_tile_thread {
+    uint32_t row, lane, tile, lanes, in_tile, first;
+    bool any, copies;
+} kvpc_tile_thread;
+
+template <int kind, uint32_t loads> KVPRIM_DEVICE kvpc_tile_thread kvpc_find_tile_thread(const kvpc_convert &p)
+{
+    const bool few = loads == 1, apart = !few && threadIdx.x >= p.k_threads;
+    const uint32_t thread = apart ? threadIdx.x - p.k_threads : threadIdx.x;
+    const uint32_t in_group = thread * (apart ? p.v_magic : p.row_magic) >> 16;
+    const uint32_t lane = thread - in_group * (apart ? p.v_words : p.row_threads);
+    const uint32_t i = (few ? blockIdx.y : blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.block_rows + in_group;
+    const uint32_t tile = lane >> p.lanes_shift, lanes = 1u << p.lanes_shift;
+    const uint32_t in_tile = lane & (lanes - 1);
+    const bool any = i < p.count && (few ? lane < p.v_words : in_group < p.block_rows);
+    const bool copies = few ? any && lane >= p.k_threads : apart;
+    const uint32_t first = few      ? any ? lane : 0
+                           : copies ? lane
+                                    : tile * p.tile_octets + in_tile * (kind == kvpc_4_bits ? loads : 1);
+    return kvpc_tile_thread{i, lane, tile, lanes, in_tile, first, any, copies};
+}
+
 /* Stores rows, and the scales that it computes. Thread g of a tile takes its octets g, g + tile_lanes, ... Threads of V
    that copy take a word each. No thread leaves before the shuffles, where all of a warp meet. */
 template <kvprim_dtype from, int kind, uint32_t loads>
@@ -2177,30 +2244,28 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 {
     const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8;
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
-    if (dependence == kvpc_trigger_first)
+    const bool few = loads == 1, exact = loads < 8; /* a tile is tile_lanes * loads octets */
+    const bool late = few || kind == kvpc_4_bits;   /* or other parameters wait for this test: 0.08 us (H200) */
+    if (!late && dependence == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    const bool copies = threadIdx.x >= p.k_threads, exact = loads < 8; /* a tile is tile_lanes * loads octets */
-    const uint32_t thread = copies ? threadIdx.x - p.k_threads : threadIdx.x;
-    const uint32_t in_group = thread * (copies ? p.v_magic : p.row_magic) >> 16;
-    const uint32_t lane = thread - in_group * (copies ? p.v_words : p.row_threads);
-    const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.block_rows + in_group;
-    const uint32_t tile = lane >> p.lanes_shift, lanes = 1u << p.lanes_shift;
-    const uint32_t in_tile = lane & (lanes - 1);
+    const kvpc_tile_thread t = kvpc_find_tile_thread<kind, loads>(p);
+    const uint32_t i = t.row, lane = t.lane, tile = t.tile, lanes = t.lanes, in_tile = t.in_tile, first = t.first;
+    const bool any = t.any, copies = t.copies, second = copies || blockIdx.x;
     const uint32_t apart = kind == kvpc_4_bits ? 1 : lanes; /* two octets of 4 bits make one store */
-    const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile * (kind == kvpc_4_bits ? loads : 1);
-    const bool any = i < p.count && in_group < p.block_rows;
-    const bool second = copies || blockIdx.x;
     const kvpc_route &s = p.route[second];
     const uint64_t index_at = kvpc_index_at(p, any ? i : 0);
-    uint64_t src = kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
-                               second ? p.src_stride[1] : p.src_stride[0]);
+    uint64_t src = few ? kvpc_row_at(p.src[0] + 16 * first + second * p.src[1], any ? i : 0,
+                                     p.src_stride[0] + second * p.src_stride[1])
+                       : kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
+                                     second ? p.src_stride[1] : p.src_stride[0]);
     kvpc_settle(index_at), kvpc_settle(src);
+    if (late && dependence == kvpc_trigger_first)
+        kvpc_pdl_trigger();
     if (dependence != kvpc_alone)
         kvpc_pdl_wait();
     if (dependence == kvpc_trigger_late)
         kvpc_pdl_trigger();
     kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
-    const float outer = kvpc_load_tensor(kvpc_tensor_of(p, second));
     uint4 v[loads];
     bool has[loads];
     for (uint32_t k = 0; k < loads; k++) { /* without a condition, which would keep the first load waiting */
@@ -2209,8 +2274,13 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (exact || has[k])
             v[k] = kvpc_load16(src + (copies ? 0 : 16 * k * apart));
     }
+    const float outer = kvpc_load_tensor(kvpc_tensor_of(p, second));
     /* All that the index and the words are not needed for, while they are on their way. */
-    uint64_t dst = copies ? s.dst + 16 * first : kvpc_head_at(p, s, s.dst + octet_bytes * first, first);
+    const uint32_t flags = few ? s.how : how;
+    const float of_route[3] = {kvpi_float_of(s.octet), kvpi_float_of(s.octets), kvpi_float_of(s.edges)};
+    uint64_t dst =
+        copies ? s.dst + 16 * first
+               : kvpc_row_at(s.dst + octet_bytes * first, kvpc_divide(few ? first : first + s.octet, p.head), s.head);
     uint64_t scale_at = kvpc_row_at(s.scales, tile, s.tile);
     kvpc_settle(dst), kvpc_settle(scale_at);
     kvpc_apply_index_rule(p, &x);
@@ -2237,25 +2307,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
             if (p.scale_edges)
                 kvpc_fetch_edges(scale_at, p.scale_edges);
         }
-        const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
-        kvpc_any_scale computed = {0, 0};
-        if (kind == kvpc_4_bits)
-            computed = kvpc_compute_any_scale(kvpc_most_of<from>(most), p.largest, p.inverse, p.least,
-                                              (how & kvpc_power_of_two) != 0, scales, outer);
-        const float scale = kind == kvpc_4_bits ? computed.divisor
-                                                : kvpc_tile_scale(kvpc_most_of<from>(most), p.largest, p.inverse,
-                                                                  p.least, (how & kvpc_power_of_two) != 0);
-        uint64_t to[loads];
-        bool stores[loads];
-        for (uint32_t k = 0; k < loads; k++) {
-            to[k] = dst + octet_bytes * k * apart;
-            stores[k] = has[k] && x.inside;
-        }
-        kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
-        if (x.inside && in_tile == 0 && kind == kvpc_4_bits)
-            kvpc_store_any_scale(scale_at, computed.code, scales);
-        else if (x.inside && in_tile == 0)
-            kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
+        kvpc_store_tile<from, kind, loads>(p, few ? of_route : p.limits, flags, v, most, outer, dst, apart, has,
+                                           scale_at, x.inside, in_tile == 0);
         if (!kvpc_next_tile(p, s, round, &src, &dst, &scale_at))
             break;
         for (uint32_t k = 0; k < loads; k++)
@@ -3380,6 +3433,8 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     p->nans = m->zero ? NULL : f.nans;
 }
 
+/* >>impl_convert_shape --------------------------------------------------------------------------------------------- */
+
 /* Blocks of `parts` parts of each group of rows; as kvpc_start_words. */
 template <class params>
 static kvprim_status kvpc_start_convert(const kvpc_call *call, void (*kernel)(const params KVPRIM_IN_PLACE),
@@ -3441,6 +3496,65 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
         p->scale_edges = scales;
 }
 
+/* What scales are computed by. Of few tiles, a route has it, too: its line is loaded before that is needed. */
+static void kvpc_set_tile_format(kvpc_convert_packed *p, const kvprim_format &f, bool few)
+{
+    const bool packed = f.dtype == KVPRIM_F4E2M1;
+    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same, except if ... */
+        p->how |= kvpc_power_of_two | (packed ? 0 : kvpc_divides);
+    if (p->how & kvpc_e8m0 && packed && !f.tensor_scale) /* ... another type or a tensor's scale changes it */
+        p->how &= ~(uint32_t)kvpc_divides;
+    p->limits[0] = f.scale_min;
+    p->limits[1] = kvpi_largest(f.dtype);
+    p->limits[2] = 1.0f / p->limits[1];
+    for (size_t m = 0; few && m < 2; m++) {
+        kvpc_route *const s = &p->route[m];
+        s->how = p->how, s->octet = kvpi_bits_of(p->limits[0]);
+        s->octets = kvpi_bits_of(p->limits[1]), s->edges = kvpi_bits_of(p->limits[2]);
+    }
+}
+
+/* Sets how many tiles a thread takes part in, one after the other, at most `most`. Returns the threads of a row.
+   More rounds share what finding a row takes, while there are enough threads: of 65,536 rows of 1,024 elements 2, 4
+   and 8 took 0.87, 0.81 and 0.78 of the time with 380 instructions a tile, now 324. Beside V, whose threads end early,
+   2 are best (H200). */
+static uint32_t kvpc_set_rounds(kvpc_convert_packed *p, uint32_t heads, uint32_t tables, uint32_t most)
+{
+    const uint64_t enough = 1024 * (uint64_t)kvpc_multiprocessors(); /* threads */
+    const uint32_t tiles = p->octets / p->tile_octets, head_tiles = heads > 1 ? tiles / heads : 0;
+    uint32_t lanes = tiles << p->lanes_shift;
+    p->rounds = 1, p->round_tiles = tiles;
+    while (p->rounds < most && p->round_tiles % (head_tiles ? 2 * head_tiles : 2) == 0 &&
+           (uint64_t)p->count * tables * lanes / 2 >= enough)
+        p->rounds *= 2, p->round_tiles /= 2, lanes /= 2;
+    p->round_heads = head_tiles ? p->round_tiles / head_tiles : 0;
+    p->round_dst = 4 * p->round_tiles * p->tile_octets, p->round_src = 4 * p->round_dst;
+    return lanes;
+}
+
+/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's. */
+static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t tables, uint32_t most, bool few)
+{
+    const uint32_t tile = 1u << p->lanes_shift, apart = few ? 0 : p->v_words;
+    uint32_t rows = 1, row = few ? kvpc_parts_of(lanes + p->v_words, tile) * tile : lanes; /* tiles lie in one warp */
+    while (kvpc_whole_warps(2 * rows * row) + kvpc_whole_warps(2 * rows * apart) <= most &&
+           kvpc_parts_of(p->count, 2 * rows) * tables >= kvpc_multiprocessors())
+        rows *= 2;
+    const uint32_t threads = kvpc_whole_warps(rows * row);
+    row = few ? threads / rows : row;
+    p->row_threads = row;
+    p->block_rows = rows;
+    p->row_magic = (65536 + row - 1) / row;
+    p->k_threads = few ? lanes : threads;
+    if (apart)
+        p->v_magic = (65536 + apart - 1) / apart;
+    if (few && p->v_words) /* V's first word is that of thread k_threads */
+        p->src[1] -= 16 * lanes, p->route[1].dst -= 16 * lanes;
+    if (few)
+        p->v_words += lanes, p->src[1] -= p->src[0], p->src_stride[1] -= p->src_stride[0];
+    return threads + kvpc_whole_warps(rows * apart);
+}
+
 /* Stores that compute scales; v may be NULL. tables: 2 if V has tiles, too. */
 static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k, const kvprim_move *v,
                                     kvpc_convert_packed *p)
@@ -3449,43 +3563,17 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     const kvprim_dtype from = k->src.format.dtype;
     const bool int8 = f.dtype == KVPRIM_INT8, packed = f.dtype == KVPRIM_F4E2M1, copies = v && !v->dst.format.dtype;
     const uint32_t tables = v && !copies ? 2 : 1;
-    p->tile_octets = (uint32_t)(f.tile / 8);
-    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same, except if ... */
-        p->how |= kvpc_power_of_two | (packed ? 0 : kvpc_divides);
-    if (p->how & kvpc_e8m0 && packed && !f.tensor_scale) /* ... another type or a tensor's scale changes it */
-        p->how &= ~(uint32_t)kvpc_divides;
-    p->least = f.scale_min;
-    p->largest = kvpi_largest(f.dtype);
-    p->inverse = 1.0f / p->largest;
     const uint64_t bytes = (uint64_t)p->count * (p->octets * tables + p->v_words) * 16;
     const uint32_t loads = kvpc_octets_each(&f, bytes <= kvpc_few_bytes);
+    const uint32_t block = copies && !packed ? kvpc_most_threads : kvpc_threads;
+    p->tile_octets = (uint32_t)(f.tile / 8);
+    kvpc_set_tile_format(p, f, loads == 1);
     while (p->lanes_shift < 5 && loads << p->lanes_shift < p->tile_octets)
         p->lanes_shift++;
     if (bytes > kvpc_few_bytes)
         kvpc_set_tile_edges(p, &k->dst, v);
-    /* More rounds share what finding a row takes, while there are enough threads: of 65,536 rows of 1,024 elements 2, 4
-       and 8 take 0.87, 0.81 and 0.78 of the time. Beside V, whose threads end early, 2 are best (H200). */
-    const uint64_t enough = 1024 * (uint64_t)kvpc_multiprocessors(); /* threads */
-    const uint32_t head_tiles = k->dst.table.heads > 1 ? p->octets / p->tile_octets / (uint32_t)k->dst.table.heads : 0;
-    uint32_t lanes = p->octets / p->tile_octets << p->lanes_shift; /* of a row */
-    p->rounds = 1, p->round_tiles = p->octets / p->tile_octets;
-    while (packed && p->rounds < (copies ? 2 : 8) && p->round_tiles % (head_tiles ? 2 * head_tiles : 2) == 0 &&
-           (uint64_t)p->count * tables * lanes / 2 >= enough)
-        p->rounds *= 2, p->round_tiles /= 2, lanes /= 2;
-    p->round_heads = head_tiles ? p->round_tiles / head_tiles : 0;
-    p->round_dst = 4 * p->round_tiles * p->tile_octets, p->round_src = 4 * p->round_dst;
-    const uint32_t block = copies && !packed ? kvpc_most_threads : kvpc_threads;
-    uint32_t rows = 1;
-    while (kvpc_whole_warps(2 * rows * lanes) + kvpc_whole_warps(2 * rows * p->v_words) <= block &&
-           kvpc_parts_of(p->count, 2 * rows) * tables >= kvpc_multiprocessors())
-        rows *= 2;
-    p->row_threads = lanes;
-    p->block_rows = rows;
-    p->row_magic = (65536 + lanes - 1) / lanes;
-    p->k_threads = kvpc_whole_warps(rows * lanes);
-    if (copies)
-        p->v_magic = (65536 + p->v_words - 1) / p->v_words;
-    const uint32_t threads = p->k_threads + kvpc_whole_warps(rows * p->v_words);
+    const uint32_t lanes = kvpc_set_rounds(p, (uint32_t)k->dst.table.heads, tables, !packed ? 1 : copies ? 2 : 8);
+    const uint32_t threads = kvpc_shape_tiles(p, lanes, tables, block, loads == 1);
 #ifndef KVPRIM_NO_FOUR_BIT
     if (packed)
         return kvpc_start_convert<kvpc_convert_packed>(

@@ -415,7 +415,9 @@ static void test_side_format(void)
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
     CHECK(m[0].dst.format.dtype == KVPRIM_F8E4M3 && m[0].dst.format.scale == 0 && m[0].dst.format.scale_offset == 0);
     f.scale = KVPRIM_SCALE_TILE, d.count = 0; /* nothing is checked or moved */
+    memset(m, 0xff, sizeof m); /* a GPU reads the tensor's scale of V that is only copied, if there is one */
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK && m[0].dst.format.dtype == 0 && !m[0].dst.table.format);
+    CHECK(!m[0].dst.format.tensor_scale && !m[0].src.format.tensor_scale);
 
     memset(m, 0x5a, sizeof m); /* kernels read pointers of a side that has no format, too */
     d = store_of(table_of(cache, 32), table_of(k, 1), 128, slot, 1);
