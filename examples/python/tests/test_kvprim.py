@@ -877,7 +877,7 @@ class Dispatched:
         ops._compiling = lambda: True
 
     def __exit__(self, *_):
-        ops._compiling = torch.compiler.is_compiling
+        ops._compiling = torch.compiler.is_dynamo_compiling
 
 
 def prefixes(device):
