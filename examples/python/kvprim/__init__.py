@@ -19,14 +19,17 @@ Rules that hold for every operator here
     Elements   Where dtypes differ, elements are converted, as kvprim.h says: k of bfloat16 into a cache of
                float8_e4m3fn. cache_dtype says what a cache of uint8 holds:
                    "fp8" or "fp8_e4m3", "fp8_e5m2", "int8"
+                   "fp4_e2m1", "int4"      two elements in a byte, so that the last dimension is half as long
                    "fp8_per_token_head", "int8_per_token_head"     with a scale cache; the least scale is 1e-6
-                   "fp8_ds_mla", "fp8_ds_mla_sglang" [.., 656], "fp8_ds_mla_v4" [.., 584], "fp8_indexer",
-                   "fp8_indexer_ue8m0" [.., 132]
+                   "fp8_ds_mla", "fp8_ds_mla_sglang" [.., 656], "fp8_ds_mla_v4" [.., 584], "fp8_ds_mla_v41" [.., 528],
+                   "fp8_indexer", "fp8_indexer_ue8m0" [.., 132]
                The last are whole formats, caches of "NHD" or "rows" that hold their scales. A row of k is what the
                format quantises, and of v what it copies; or k is both in one row, and v None.
     Scales     A scale is a float32 tensor: of one element, or [heads]. It is read when the kernel runs, so a graph's
                replay takes its new value. A scale cache has a float32 (or float8_e8m0fnu) for each tile of each row:
-               [rows, tiles], [pages, page, tiles] or, with "HND", [pages, heads, page]. A store writes it.
+               [rows, tiles], [pages, page, tiles] or, with "HND", [pages, heads, page]. A store writes it. Beside
+               elements of 4 bits it may be of float8_e4m3fn or float16, too, and k_scale, v_scale and tensor_scale
+               multiply all of it: NVFP4 is "fp4_e2m1", float8_e4m3fn for each 16 elements, and these.
     Device     All tensors lie on one GPU, or all on the CPU, where kvprim's host functions do the same. transfer, copy
                and unpack also take pinned tensors beside those of a GPU, and transfer index lists of the CPU.
     Errors     RuntimeError, which names the argument; nothing has been written. What kvprim refuses has
@@ -73,7 +76,7 @@ __version__ = f"{_version // 10000}.{_version // 100 % 100}.{_version % 100}"
 
 _SCHEMAS = """
 gather(Tensor(a!) out, Tensor src, Tensor index, str layout="rows", *, str cache_dtype="auto", Tensor? scale=None,
-    int base=0, bool keep_padding=False, Tensor(b!)? rejected=None, bool pdl=False)
+    int base=0, bool keep_padding=False, Tensor(b!)? rejected=None, bool pdl=False, Tensor? tensor_scale=None)
 store(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot, str layout="rows", *,
     str cache_dtype="auto", int? kv_dim=None, Tensor? k_scale=None, Tensor? v_scale=None,
     Tensor(c!)? k_scale_cache=None, Tensor(d!)? v_scale_cache=None, bool scale_inverse=False,
@@ -99,10 +102,11 @@ send(int comm, Tensor tensor, int peer, *, Tensor(z!) order)
 recv(int comm, Tensor(a!) tensor, int peer, *, Tensor(z!) order)
 all_reduce_norm(int comm, Tensor(a!)? out, Tensor send, Tensor weight, *, Tensor? residual=None,
     Tensor(b!)? residual_out=None, Tensor(c!)? sum=None, Tensor(d!)? quantised=None, Tensor(e!)? scale=None,
-    float eps=1e-6, bool scale_per_token=False, float scale_min=0.0, bool weight_plus_one=False, Tensor(z!) order)
+    float eps=1e-6, bool scale_per_token=False, float scale_min=0.0, bool weight_plus_one=False, int scale_group=0,
+    bool scale_power_of_two=False, Tensor(z!) order)
 """
-_WHOLE_FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_sglang": 576, "fp8_ds_mla_v4": 512, "fp8_indexer": 128,
-                  "fp8_indexer_ue8m0": 128}  # elements of a row
+_WHOLE_FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_sglang": 576, "fp8_ds_mla_v4": 512, "fp8_ds_mla_v41": 512,
+                  "fp8_indexer": 128, "fp8_indexer_ue8m0": 128}  # elements of a row
 
 
 def include():
@@ -119,16 +123,17 @@ def ffi_library():
 # An eager call goes past torch's dispatcher: _eager's functions return False if they leave it to the operator.
 
 def gather(out, src, index, layout="rows", *, cache_dtype="auto", scale=None, base=0, keep_padding=False,
-           rejected=None, pdl=False):
+           rejected=None, pdl=False, tensor_scale=None):
     """out[i] = row index[i] - base of src; zeros if there is none, or with keep_padding what was there. `scale`: a
-    scale, or a scale cache."""
+    scale, or a scale cache, all of whose scales tensor_scale multiplies if elements have 4 bits."""
     if _compiling() or not _eager.gather(out, src, index, layout, cache_dtype, scale, base, keep_padding, rejected,
-                                         pdl):
+                                         pdl, tensor_scale):
         ops.gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base,
-                   keep_padding=keep_padding, rejected=rejected, pdl=pdl)
+                   keep_padding=keep_padding, rejected=rejected, pdl=pdl, tensor_scale=tensor_scale)
 
 
-def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dtype=None, base=0, pdl=False):
+def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dtype=None, base=0, pdl=False,
+               tensor_scale=None):
     """The same, in a new tensor of src's dtype, or of `dtype`, which a gather that converts must name."""
     if dtype is None and (cache_dtype != "auto" or scale is not None):
         raise RuntimeError("dtype must say what a converting gather returns")
@@ -136,8 +141,11 @@ def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dty
         row = (_WHOLE_FORMATS[cache_dtype],)
     else:
         row = (*src.shape[1:2], *src.shape[3:]) if layout == "HND" else src.shape[1 if layout == "rows" else 2:]
+    if cache_dtype in ("fp4_e2m1", "int4"):
+        row = (*row[:-1], 2 * row[-1])
     out = src.new_empty((index.shape[0], *row), dtype=dtype)
-    gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base, pdl=pdl)
+    gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base, pdl=pdl,
+           tensor_scale=tensor_scale)
     return out
 
 
@@ -346,6 +354,58 @@ def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, pa
     if library.kvprim_keys(ctypes.byref(desc), ctypes.c_size_t(1)):
         raise RuntimeError(library.kvprim_last_error().decode())
     return made if packed else [bytes(made[i:i + width]) for i in range(0, len(made), width)]
+
+
+# ---- layouts of caches ----------------------------------------------------------------------------------------------
+
+class _Table(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("stride", ctypes.c_int64),
+                ("page_rows", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("heads", ctypes.c_int32),
+                ("reserved_heads", ctypes.c_int32), ("head_stride", ctypes.c_int64), ("bytes", ctypes.c_int64),
+                ("format", ctypes.c_void_p), ("reserved", ctypes.c_int64)]
+
+
+class _LayoutSizes(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("page_rows", ctypes.c_int64),
+                ("page_stride", ctypes.c_int64), ("k_bytes", ctypes.c_int64), ("v_bytes", ctypes.c_int64),
+                ("layers", ctypes.c_int32), ("heads", ctypes.c_int32)]
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = [("k_cache", _Table), ("v_cache", _Table), ("k_format", ctypes.c_int64 * 14),
+                ("k_elements", ctypes.c_int64), ("v_elements", ctypes.c_int64), ("k_bytes", ctypes.c_int64),
+                ("v_bytes", ctypes.c_int64), ("k_layer_stride", ctypes.c_int64), ("v_layer_stride", ctypes.c_int64),
+                ("v_offset", ctypes.c_int64), ("bytes", ctypes.c_int64), ("layers", ctypes.c_int32),
+                ("reserved", ctypes.c_int32)]
+
+
+def layout(name, cache, page_rows, heads, k_dim, v_dim=None, layers=1):
+    """[(k, v), ...], for each layer its K and V in `cache`, a contiguous tensor that holds whole pages of the layout
+    `name`: an engine's, as kvprim_layout_find has them (examples/LAYOUTS.md), or an order such as "LB2NHC". All are
+    views [pages, heads, page_rows, dim], which operators take as "HND". v_dim: None is k_dim; 0: without V, v is None.
+    Caches of quantised rows (fp8_ds_mla, ...) need no layout: cache_dtype says all of it."""
+    v_dim = k_dim if v_dim is None else v_dim
+    if not cache.is_contiguous():
+        raise RuntimeError(f"cache has shape {tuple(cache.shape)} and strides {cache.stride()}, not contiguous")
+    page, size = layers * page_rows * heads * (k_dim + v_dim), cache.element_size()
+    pages = cache.numel() // page if page > 0 else 0
+    if page > 0 and (pages == 0 or cache.numel() % page):
+        raise RuntimeError(f"cache has {cache.numel()} elements, not a multiple of {page}: a page's, in all layers")
+    sizes = _LayoutSizes(cache.data_ptr(), max(pages, 1) * max(page_rows, 1), page_rows, 0, heads * k_dim * size,
+                         heads * v_dim * size, layers, heads)
+    found = _Layout()
+    if library.kvprim_layout_find(name.encode(), ctypes.byref(sizes), ctypes.byref(found)):
+        library.kvprim_last_error.restype = ctypes.c_char_p
+        raise RuntimeError(library.kvprim_last_error().decode())
+    flat, base = cache.view(-1), cache.storage_offset()
+
+    def view(table, dim, offset):
+        strides = (table.page_stride // size, table.head_stride // size, table.stride // size, 1)
+        return flat.as_strided((pages, heads, page_rows, dim), strides, base + offset // size)
+
+    return [(view(found.k_cache, k_dim, layer * found.k_layer_stride),
+             view(found.v_cache, v_dim, layer * found.v_layer_stride + found.v_offset) if v_dim else None)
+            for layer in range(layers)]
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
