@@ -39,8 +39,8 @@ const DLPackExchangeAPI *dlpack;
 PyTypeObject *tensor_type, *parameter_type;
 PyObject *modes; // tells how many of torch's dispatch modes are active
 
-/* torch's stable ABI describes a tensor in a third of the time of DLPack's function, which counts references and takes
-   the GIL for each: 45 instead of 125 ns. Only where a tensor of C++ lies in an object is no part of that ABI: setup()
+/* torch's stable ABI describes a tensor faster than DLPack's function, which counts references and takes the GIL for
+   each: a copy of 64 tensors takes 10.5 to 15.3 us of the host instead of 14.7 to 22.5 (H200). Only where a tensor of C++ lies in an object is no part of that ABI: setup()
    finds it, and if it does not, DLPack serves. */
 bool (*torch_describe)(void *handle, void *tensor);
 Py_ssize_t handle_offset;
