@@ -91,6 +91,12 @@ unpack(Tensor(a!) dst, Tensor src, Tensor fragments)
 slots(Tensor(a!) slot, Tensor pages, int page_rows, int rows, *, Tensor? request=None, Tensor? position=None,
     Tensor? cu_seqlens=None, Tensor? starts=None, Tensor? page_starts=None, Tensor(b!)? rejected=None,
     bool pdl=False)
+fetch(Tensor(a!) memory, int[] sizes, Tensor state, Tensor wanted, Tensor(b!) rows, Tensor(c!)? k_hot=None,
+    Tensor? k=None, Tensor(d!)? v_hot=None, Tensor? v=None, str layout="rows", *, Tensor? pages=None, int page_rows=1,
+    bool pages_by_state=False, Tensor? fresh=None, Tensor(e!)? fresh_rows=None, Tensor(f!)? plan_src=None,
+    Tensor(g!)? plan_dst=None, Tensor(h!)? hits=None, Tensor(i!)? misses=None, Tensor(j!)? rejected=None, int max_sms=0,
+    int host_rows=0)
+fetch_reset(Tensor(a!) memory, int[] sizes, int state=-1)
 all_reduce(int comm, Tensor(a!) recv, Tensor? send=None, str op="sum", *, Tensor(z!) order)
 reduce_scatter(int comm, Tensor(a!) recv, Tensor send, str op="sum", *, Tensor(z!) order)
 all_gather(int comm, Tensor(a!) recv, Tensor send, *, Tensor(z!) order)
@@ -222,6 +228,44 @@ def slots_new(pages, count, page_rows, rows, **options):
     slot = pages.new_empty(count, dtype=torch.int64)
     slots(slot, pages, page_rows, rows, **options)
     return slot
+
+
+class FetchSet:
+    """What is hot of requests whose rows lie in pinned memory: state s owns rows s * hot_rows and so on of the hot
+    tables, and remembers which of `tokens` tokens each has. A call names `entries` tokens of a request at most."""
+
+    def __init__(self, states, hot_rows, tokens, entries, device="cuda"):
+        self.sizes = [states, hot_rows, tokens, entries]
+        size = library.kvprim_fetch_state_bytes
+        size.restype, size.argtypes = ctypes.c_size_t, [ctypes.POINTER(ctypes.c_int64)]  # memory, bytes, sizes, 0
+        count = size((ctypes.c_int64 * 7)(0, 0, *self.sizes, 0))
+        if count == 0:
+            raise RuntimeError(f"states, hot_rows, tokens and entries are {self.sizes}: one of them is out of range")
+        self.memory = torch.empty(count, dtype=torch.uint8, device=device)
+        self.reset()
+
+    def reset(self, state=-1):
+        """Makes a state empty, or all."""
+        if _compiling() or not _eager.fetch_reset(self.memory, self.sizes, state):
+            ops.fetch_reset(self.memory, self.sizes, state)
+
+    def fetch(self, state, wanted, rows, k_hot=None, k=None, v_hot=None, v=None, layout="rows", *, pages=None,
+              page_rows=1, pages_by_state=False, fresh=None, fresh_rows=None, plan_src=None, plan_dst=None, hits=None,
+              misses=None, rejected=None, max_sms=0, host_rows=0):
+        """rows = the hot row of each token of wanted, [requests, tokens] or [requests, steps, tokens], or -1 if it gets
+        none; those that are not hot are first copied from k and v, tables of `layout`. Token t of request i, which has
+        state[i], lies in row pages[i, t / page_rows] * page_rows + t % page_rows (pages_by_state: pages[state[i]]), or
+        without pages in row t. Negative states and tokens are padding. fresh [requests, tokens] get hot rows,
+        fresh_rows, that the caller writes after the call. plan_src and plan_dst take what was fetched, as indices of a
+        transfer(), and hits, misses and rejected are counters. rows and these are int32. Without k it is
+        a plan alone, for tables of host_rows."""
+        if _compiling() or not _eager.fetch(
+                self.memory, self.sizes, state, wanted, rows, k_hot, k, v_hot, v, layout, pages, page_rows,
+                pages_by_state, fresh, fresh_rows, plan_src, plan_dst, hits, misses, rejected, max_sms, host_rows):
+            ops.fetch(self.memory, self.sizes, state, wanted, rows, k_hot, k, v_hot, v, layout, pages=pages,
+                      page_rows=page_rows, pages_by_state=pages_by_state, fresh=fresh, fresh_rows=fresh_rows,
+                      plan_src=plan_src, plan_dst=plan_dst, hits=hits, misses=misses, rejected=rejected,
+                      max_sms=max_sms, host_rows=host_rows)
 
 
 # ---- addresses: eager calls alone, because nobody could tell torch.compile what they write --------------------------

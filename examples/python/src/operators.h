@@ -23,6 +23,8 @@
 #pragma weak kvprim_cuda_unpack
 #pragma weak kvprim_cuda_copy
 #pragma weak kvprim_cuda_slots
+#pragma weak kvprim_cuda_fetch
+#pragma weak kvprim_cuda_fetch_reset
 #pragma weak kvprim_cuda_move
 
 namespace
@@ -367,6 +369,12 @@ class Call
         expect_ok(status);
         if (!pinned.empty())
             arguments.keep(pinned, launch.stream);
+    }
+
+    /* Calls function(launch), NULL for the CPU. */
+    template <class Function> void start(Function function)
+    {
+        call([&] { return function(device == CPU ? nullptr : &launch); });
     }
 
     template <class Desc>
@@ -1164,6 +1172,133 @@ void slots(Arguments &a)
     desc.slot = slot.data, desc.slot_type = to.type, desc.count = to.count;
     desc.rejected = call.counter(rejected);
     call.run(kvprim_slots, kvprim_cuda_slots, desc);
+}
+
+/* ---- fetch ---- */
+
+/* The set that `memory` is, of so many states, hot rows, tokens and entries. */
+kvprim_fetch_set set_of(const Call &call, const Tensor &memory, const std::vector<int64_t> &sizes)
+{
+    call.takes("memory", memory);
+    EXPECT(memory.dtype == UINT8 && memory.is_contiguous(), "memory is ", memory.dtype, " with strides ",
+           strides_of(memory), ", not contiguous uint8");
+    EXPECT(sizes.size() == 4, "sizes has ", static_cast<int64_t>(sizes.size()), " numbers, not 4");
+    kvprim_fetch_set set = {};
+    set.memory = memory.data, set.bytes = memory.numel;
+    set.states = sizes[0], set.hot_rows = sizes[1], set.tokens = sizes[2], set.entries = sizes[3];
+    return set;
+}
+
+void fetch_reset(Arguments &a)
+{
+    const Tensor memory = a.tensor();
+    const std::vector<int64_t> sizes = a.integers();
+    const int64_t state = a.integer();
+    Call call(a, memory.device);
+    const kvprim_fetch_set set = set_of(call, memory, sizes);
+    call.start([&](const kvprim_cuda_launch *launch) {
+        return launch ? kvprim_cuda_fetch_reset(&set, state, launch) : kvprim_fetch_reset(&set, state);
+    });
+}
+
+/* Tokens of requests, [requests, tokens] or [requests, steps, tokens], packed but for the distance of rows. */
+const void *tokens_wanted(const Call &call, const char *name, const Tensor &tensor, int64_t count,
+                          kvprim_index_type &type, int64_t &each, int64_t &stride)
+{
+    call.takes(name, tensor);
+    const int64_t d = tensor.dims - 1;
+    EXPECT(tensor.dtype == INT32 || tensor.dtype == INT64, name, " is ", tensor.dtype, ", not int32 or int64");
+    EXPECT((d == 1 || d == 2) && tensor.size[0] == count, name, " has shape ", sizes_of(tensor), ", not [", count,
+           ", tokens] or [", count, ", steps, tokens], as state says");
+    EXPECT((tensor.size[d] <= 1 || tensor.stride[d] == 1) && (tensor.size[d - 1] <= 1 || tensor.stride[d - 1] > 0) &&
+               (d == 1 || count <= 1 || tensor.stride[0] == tensor.size[1] * tensor.stride[1]),
+           name, " has strides ", strides_of(tensor), ": a row must be packed, and rows at one distance");
+    const kvprim_index_type own = tensor.dtype == INT32 ? KVPRIM_I32 : KVPRIM_I64;
+    EXPECT(type == 0 || type == own, name, " is ", tensor.dtype, ", but wanted is not");
+    type = own, each = tensor.size[d], stride = tensor.size[d - 1] > 1 ? tensor.stride[d - 1] : 0;
+    return tensor.data;
+}
+
+/* A packed tensor of int32 of so many elements, which is written. */
+int32_t *numbers_of(const Call &call, const char *name, const MaybeTensor &tensor, int64_t count)
+{
+    if (!tensor)
+        return nullptr;
+    call.takes(name, *tensor);
+    EXPECT(tensor->dtype == INT32 && tensor->is_contiguous() && tensor->numel == count, name, " is ", tensor->dtype,
+           " of shape ", sizes_of(*tensor), ", not ", count, " packed int32");
+    return static_cast<int32_t *>(tensor->data);
+}
+
+/* K, or V: a table that may be pinned, and its hot one. Returns the bytes of a row. */
+int64_t set_fetched(Call &call, kvprim_table &hot, kvprim_table &table, const char *hot_name, const MaybeTensor &to,
+                    const char *name, const MaybeTensor &from, Layout layout)
+{
+    EXPECT(to.has_value() == from.has_value(), name, " and ", hot_name, " must both be tensors or both be None");
+    if (!to)
+        return 0;
+    call.takes(hot_name, *to);
+    call.takes_pinned(name, *from);
+    const Rows hot_rows = rows_of(hot_name, *to), rows = rows_of(name, *from, layout);
+    EXPECT(to->dtype == from->dtype && hot_rows.bytes == rows.bytes, "a row of ", hot_name, " is ", hot_rows.bytes,
+           " bytes of ", to->dtype, ", but one of ", name, " ", rows.bytes, " of ", from->dtype);
+    hot = hot_rows.table, table = rows.table;
+    return rows.bytes;
+}
+
+void fetch(Arguments &a)
+{
+    const Tensor memory = a.tensor();
+    const std::vector<int64_t> sizes = a.integers();
+    const Tensor state = a.tensor(), wanted = a.tensor();
+    const MaybeTensor rows = a.tensor(), k_hot = a.maybe_tensor(), k = a.maybe_tensor();
+    const MaybeTensor v_hot = a.maybe_tensor(), v = a.maybe_tensor();
+    const Layout layout = layout_of("layout", a.text());
+    const MaybeTensor pages = a.maybe_tensor();
+    kvprim_fetch_desc desc = {};
+    desc.page_rows = a.integer(), desc.pages_by_state = a.boolean();
+    const MaybeTensor fresh = a.maybe_tensor(), fresh_rows = a.maybe_tensor();
+    const MaybeTensor plan_src = a.maybe_tensor(), plan_dst = a.maybe_tensor();
+    const MaybeTensor hits = a.maybe_tensor(), misses = a.maybe_tensor(), rejected = a.maybe_tensor();
+    Call call(a, memory.device, false, a.integer());
+    desc.host_rows = a.integer();
+    desc.set = set_of(call, memory, sizes);
+    call.takes("state", state);
+    const Index states = index_of("state", state);
+    EXPECT(states.stride == 1, "state has stride ", states.stride, ", not 1");
+    desc.count = states.count, desc.state = states.data, desc.state_type = states.type;
+    desc.wanted = tokens_wanted(call, "wanted", wanted, desc.count, desc.wanted_type, desc.top_k, desc.wanted_stride);
+    desc.steps = static_cast<int32_t>(wanted.dims == 3 ? std::min<int64_t>(wanted.size[1], INT32_MAX) : 1);
+    if (fresh) {
+        EXPECT(fresh->dims == 2, "fresh has shape ", sizes_of(*fresh), ", not [requests, tokens]");
+        desc.fresh =
+            tokens_wanted(call, "fresh", *fresh, desc.count, desc.wanted_type, desc.fresh_count, desc.fresh_stride);
+    }
+    if (pages) {
+        kvprim_slots_desc like = {};
+        set_pages(like, call, *pages, std::nullopt);
+        call.takes("pages", *pages);
+        EXPECT(desc.pages_by_state || pages->size[0] == desc.count, "pages has shape ", sizes_of(*pages),
+               ", but state ", desc.count, " requests");
+        EXPECT(!desc.pages_by_state || pages->size[0] == desc.set.states, "pages has shape ", sizes_of(*pages),
+               ", but the set ", desc.set.states, " states");
+        desc.pages = like.pages, desc.pages_type = like.pages_type;
+        desc.max_pages = like.max_pages, desc.pages_stride = like.pages_stride;
+    } else {
+        EXPECT(desc.page_rows == 1 && !desc.pages_by_state, "page_rows is ", desc.page_rows, " and pages_by_state ",
+               text_of(int64_t(desc.pages_by_state)), ", but there are no pages");
+        desc.page_rows = 0;
+    }
+    desc.k_bytes = set_fetched(call, desc.k_hot, desc.k, "k_hot", k_hot, "k", k, layout);
+    desc.v_bytes = set_fetched(call, desc.v_hot, desc.v, "v_hot", v_hot, "v", v, layout);
+    const int64_t each = desc.fresh_count + desc.steps * desc.top_k;
+    desc.rows = numbers_of(call, "rows", rows, wanted.numel);
+    desc.fresh_rows = numbers_of(call, "fresh_rows", fresh_rows, desc.count * desc.fresh_count);
+    desc.plan_src = numbers_of(call, "plan_src", plan_src, desc.count * each);
+    desc.plan_dst = numbers_of(call, "plan_dst", plan_dst, desc.count * each);
+    desc.hits = call.counter(hits, "hits"), desc.misses = call.counter(misses, "misses");
+    desc.rejected = call.counter(rejected);
+    call.run(kvprim_fetch, kvprim_cuda_fetch, desc);
 }
 
 /* ---- prefix ---- */

@@ -40,8 +40,8 @@ PyTypeObject *tensor_type, *parameter_type;
 PyObject *modes; // tells how many of torch's dispatch modes are active
 
 /* torch's stable ABI describes a tensor faster than DLPack's function, which counts references and takes the GIL for
-   each: a copy of 64 tensors takes 10.5 to 15.3 us of the host instead of 14.7 to 22.5 (H200). Only where a tensor of C++ lies in an object is no part of that ABI: setup()
-   finds it, and if it does not, DLPack serves. */
+   each: a copy of 64 tensors takes 10.5 to 15.3 us of the host instead of 14.7 to 22.5 (H200). Only where a tensor of
+   C++ lies in an object is no part of that ABI: setup() finds it, and if it does not, DLPack serves. */
 bool (*torch_describe)(void *handle, void *tensor);
 Py_ssize_t handle_offset;
 
@@ -326,6 +326,8 @@ PyMethodDef methods[] = {
     method<copy>("copy"),
     method<unpack>("unpack"),
     method<slots>("slots"),
+    method<fetch>("fetch"),
+    method<fetch_reset>("fetch_reset"),
     method<all_reduce>("all_reduce"),
     method<reduce_scatter>("reduce_scatter"),
     method<all_gather>("all_gather"),

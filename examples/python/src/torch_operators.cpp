@@ -229,6 +229,8 @@ void implement(torch::stable::detail::StableLibrary &m)
     m.impl("copy", &boxed<copy>);
     m.impl("unpack", &boxed<unpack>);
     m.impl("slots", &boxed<slots>);
+    m.impl("fetch", &boxed<fetch>);
+    m.impl("fetch_reset", &boxed<fetch_reset>);
     m.impl("all_reduce", &boxed<ordered<all_reduce>>);
     m.impl("reduce_scatter", &boxed<ordered<reduce_scatter>>);
     m.impl("all_gather", &boxed<ordered<all_gather>>);

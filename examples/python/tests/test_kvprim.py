@@ -486,6 +486,77 @@ def four_bits(device):
             slot, "HND", k_scale_cache=scales.half())
 
 
+def fetches(device):
+    """Three requests of four states: what is hot afterwards is what they want, and only what was not hot moved."""
+    pin = device == "cuda"
+    hot_rows, tokens, top_k, rows = 24, 64, 8, 300
+    on = lambda *values, dtype=torch.int32: torch.tensor(values, dtype=dtype, device=device)
+    k, v = (torch.randn(rows, HEADS, DIM).to(torch.bfloat16) for _ in "kv")
+    k, v = (t.pin_memory() if pin else t for t in (k, v[..., :DIM // 2].contiguous()))
+    k_hot, v_hot = (torch.zeros((4 * hot_rows, *t.shape[1:]), dtype=t.dtype, device=device) for t in (k, v))
+    sets = ops.FetchSet(4, hot_rows, tokens, 24, device)
+    pages = torch.randperm(rows // 4)[:3 * 16].view(3, 16).to(device)
+    state, counters = on(2, 0, 3), [counter(device) for _ in range(3)]
+    hits, misses, rejected = counters
+    last = [set() for _ in range(3)]  # the tokens of the last call, which are still hot
+    for step in range(12):
+        wanted = torch.stack([torch.stack([torch.randperm(tokens)[:top_k] for _ in range(2)]) for _ in range(3)])
+        wanted[step % 3, 0, 3], wanted[0, 1, 1] = -1, tokens + 5 if step == 4 else 7
+        got = torch.full((3, 2, top_k), -2, dtype=torch.int32, device=device)
+        plan = [torch.zeros(3 * 2 * top_k, dtype=torch.int32, device=device) for _ in range(2)]
+        for one in counters:
+            one.zero_()
+        sets.fetch(state, wanted.to(device), got, k_hot, k, v_hot, v, pages=pages, page_rows=4, plan_src=plan[0],
+                   plan_dst=plan[1], hits=hits, misses=misses, rejected=rejected)
+        right = (wanted >= 0) & (wanted < tokens)
+        assert torch.equal(got.cpu() >= 0, right), f"rows of step {step}"
+        page = pages.cpu()[torch.arange(3)[:, None, None], wanted.clamp(0, tokens - 1) // 4]
+        source = page * 4 + wanted.clamp(min=0) % 4
+        for hot, whole in ((k_hot, k), (v_hot, v)):
+            assert torch.equal(hot.cpu()[got.cpu()[right].long()], whole[source[right]]), f"bytes of step {step}"
+        of = got.cpu() // hot_rows
+        assert torch.equal(of[right], state.cpu()[:, None, None].expand_as(of)[right]), "rows of each state"
+        moved = plan[0][plan[0] >= 0]
+        assert moved.numel() == misses.item() and rejected.item() == (step == 4), f"counters of step {step}"
+        assert misses.item() + hits.item() == right.sum().item(), "each is a hit or a miss"
+        for i in range(3):
+            now = {t for t in wanted[i].flatten().tolist() if 0 <= t < tokens}
+            again = {s.item() for s in moved} & {source[i].flatten()[j].item() for j, t in enumerate(
+                wanted[i].flatten().tolist()) if t in last[i] and t >= 0}
+            assert not again, "what was just hot is not fetched"
+            last[i] = now
+    sets.reset(0)
+    alone, fresh_rows = torch.zeros((1, 2), dtype=torch.int32, device=device), torch.zeros((1, 3), dtype=torch.int32,
+                                                                                           device=device)
+    misses.zero_()
+    sets.fetch(on(0), on(5, 9).view(1, 2), alone, k_hot, k, fresh=on(1, 5, 2).view(1, 3), fresh_rows=fresh_rows,
+               misses=misses)
+    assert fresh_rows.tolist() == [[0, 1, 2]] and alone.tolist() == [[1, 3]] and misses.item() == 1, "fresh rows"
+    planned = ops.FetchSet(4, hot_rows, tokens, 24, device)
+    planned.fetch(on(0), on(5, 9).view(1, 2), alone, host_rows=rows)
+    assert alone.tolist() == [[0, 1]], "a plan alone"
+    fetch = sets.fetch
+    refused("out of range", ops.FetchSet, 4, 0, tokens, 24, device)
+    refused("state is 4", sets.reset, 4)
+    refused("wanted is float32", fetch, on(0), torch.zeros((1, 2), device=device), alone, k_hot, k)
+    refused("wanted has shape [2, 1]|not [1, tokens]", fetch, on(0), on(5, 9).view(2, 1), alone, k_hot, k)
+    refused("fresh is int64|wanted is not", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k,
+            fresh=on(1, dtype=torch.int64).view(1, 1), fresh_rows=alone[:, :1])
+    refused("rows is int32 of shape [1, 3]|not 2 packed", fetch, on(0), on(5, 9).view(1, 2), fresh_rows, k_hot, k)
+    refused("rows is int64", fetch, on(0), on(5, 9).view(1, 2), alone.long(), k_hot, k)
+    refused("k and k_hot must both", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot)
+    refused("a row of v_hot is 512 bytes|one of v 256", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, k_hot, v)
+    refused("page_rows is 4|no pages", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, page_rows=4)
+    refused("pages has shape [3, 16]|state 1 requests", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, pages=pages,
+            page_rows=4)
+    refused("plan_src is NULL", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, plan_dst=alone.view(2))
+    refused("misses is int64|one int32", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, misses=on(0).long())
+    refused("top_k is 25", fetch, on(0), torch.zeros((1, 25), dtype=torch.int32, device=device), alone.new_zeros(25),
+            k_hot, k)
+    if pin:
+        refused("k is in pageable memory", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k.clone())
+
+
 def layouts_by_name(device):
     """Views of every order of the dimensions against torch's permutations, and names of engines."""
     sizes = {"L": 2, "B": 5, "H": 4, "N": 8, "2": 2, "C": 16}
@@ -774,6 +845,12 @@ def opchecks(device):
     tokens = {"request": request, "position": request}
     check(ops.ops.slots, (index, pages, PAGE, SLOTS), tokens)
     check(ops.ops.unpack, (cache, rows, torch.tensor([[0, 64, 512]])))
+    half, eight = small[0][..., :DIM // 2].contiguous(), scales_like(device, layout, HEADS, torch.float16)
+    check(ops.ops.gather, (rows, half, index, layout),
+          {"cache_dtype": "fp4_e2m1", "scale": eight, "tensor_scale": scale[:1].clone()})
+    sets, wanted = ops.FetchSet(2, 8, 16, 8, device), torch.arange(4, dtype=torch.int32, device=device).view(1, 4)
+    table = random_like(16, HEADS, DIM, device=device)
+    check(ops.ops.fetch, (sets.memory, sets.sizes, wanted[0, :1], wanted, wanted + 1, table + 1, table))
 
 
 def step_of():
@@ -1147,7 +1224,7 @@ def imports(device):
 def run_tests():
     """Returns how many failed."""
     everywhere = (gathers, stores, transfers, copies, every_conversion, scaled_caches, computed_scales, four_bits,
-                  whole_formats, scaled_transfers, slots_of, refusals)
+                  whole_formats, scaled_transfers, slots_of, fetches, refusals)
     of_graphs, on_gpu = (opchecks, compiles, one_pool), (graphs, pinned_temporaries, streams, devices)
     runs, skipped = [("lists and arrays", (prefixes, block_keys), None)], 0
     if numpy and tvm_ffi:
