@@ -516,5 +516,6 @@ else:
     from . import _eager
     _compiling, ops = torch.compiler.is_dynamo_compiling, _Operators()  # other tracers have a dispatch mode
     _tensor, _parameter = torch.empty(0), torch.nn.Parameter(torch.empty(0))
-    _eager.setup(torch.Tensor, torch.nn.Parameter, torch._C._len_torch_dispatch_stack, _tensor, _tensor._cdata,
-                 _parameter, _parameter._cdata, torch.Tensor.__basicsize__, os.path.join(_BUILT, "libkvprim_torch.so"))
+    _setup = (torch.Tensor, torch.nn.Parameter, torch._C._len_torch_dispatch_stack, _tensor, _tensor._cdata, _parameter,
+              _parameter._cdata, torch.Tensor.__basicsize__, os.path.join(_BUILT, "libkvprim_torch.so"))
+    _eager.setup(*_setup)  # returns whether it found what makes calls faster

@@ -1077,6 +1077,18 @@ class Dispatched:
         ops._compiling = torch.compiler.is_dynamo_compiling
 
 
+class ByDLPack:
+    """Describes tensors as with a torch in whose objects nothing is found."""
+
+    def __enter__(self):
+        found = list(ops._setup)
+        found[4] = found[6] = 1
+        assert not ops._eager.setup(*found)
+
+    def __exit__(self, *_):
+        ops._eager.setup(*ops._setup)
+
+
 def prefixes(device):
     """Needs no torch: lists, arrays, and numpy's arrays if there is numpy."""
     a, b = list(range(1000)), list(range(700)) + [-1]
@@ -1237,9 +1249,11 @@ def run_tests():
         skipped += 1
     else:
         runs += [("tensors", (imports,), None), ("cpu", (tensor_prefixes, layouts_by_name, *everywhere), None),
+                 ("cpu, by DLPack", (gathers, stores, copies), ByDLPack),
                  ("cpu, dispatched", everywhere + of_graphs, Dispatched)]
         if torch.cuda.is_available() and ops.has_cuda:
             runs += [("cuda", (tensor_prefixes, layouts_by_name, *everywhere, *on_gpu), None),
+                     ("cuda, by DLPack", (gathers, stores, copies), ByDLPack),
                      ("cuda, dispatched", everywhere + of_graphs + on_gpu, Dispatched)]
         else:
             print("skip operators on a GPU:", "torch finds none" if ops.has_cuda else "kvprim was built without nvcc")
