@@ -513,9 +513,12 @@ def forks(comm):
             refused("belongs to process", comm.check)
             refused("belongs to process", comm.destroy)
             code = 0
+        except BaseException as error:
+            print(f"in the child: {type(error).__name__}: {error}", flush=True)
         finally:
             os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0, "the child"
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, f"the child ended with {status}"
     comm.all_reduce(x)
     torch.cuda.synchronize()
     assert (x == 1).all()

@@ -453,7 +453,7 @@ def four_bits(device):
                       k_scale=whole, rejected=rejected)
             rows = k[keep].float().view(-1, tiles, HEADS * DIM // tiles)
             largest = rows.nan_to_num(0, torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max).abs().amax(-1)
-            exact = (largest / 6 / whole).clamp(2.0 ** -126, 2.0 ** 127)
+            exact = (largest / torch.full_like(largest, 6) / whole).clamp(2.0 ** -126, 2.0 ** 127)
             want = exact.clamp(max=torch.finfo(dtype).max).to(dtype)
             assert torch.equal(scales[cells].view(want.shape).float(), want.float()), (layout, dtype, "scales")
             column = (want.float() * whole)[..., None]
