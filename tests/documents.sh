@@ -13,6 +13,7 @@ print_for()
 {
     name=${1#make } name=${name%%,*} output=$kept/$(basename "${1%% *}")
     case $mode$1 in
+    gpu'make torch') output=build/results/gpu_torch_ops.txt ;;
     gpumake*) output=build/results/$(echo "$name" | sed 's/^cuda-/gpu_/; s/^nccl-/nccl_/; s/^[a-z]*$/gpu_&/').txt ;;
     hostbuild/02*) set -- "$1" --slots 8192 --host-slots 4096 --disk-slots 16000 "$trace" ;;
     hostbuild/*) set -- $1 ;;

@@ -144,7 +144,7 @@ def build(package):
         build_module(package, scratch, "python_module.cpp", "_eager.abi3.so", sysconfig.get_path("include"), "PyInit_*")
         for name, header, source, output, exports, flags in (
                 ("torch", "torch/csrc/stable/library.h", "torch_operators.cpp", "libkvprim_torch.so",
-                 "kvprim_no_symbol", ["-DTORCH_TARGET_VERSION=0x020a000000000000"]),
+                 "kvprim_torch_describe", ["-DTORCH_TARGET_VERSION=0x020a000000000000"]),
                 ("tvm_ffi", "tvm/ffi/function.h", "ffi_module.cpp", "libkvprim_tvm_ffi.so", "__tvm_ffi_*", [])):
             include = headers_of(name, header)
             if include is None:

@@ -167,6 +167,12 @@ static double median(const double *values)
     return sorted[rounds / 2];
 }
 
+/* Of the time of a request, the share of a chunk. */
+static double chunk_us(int chunk)
+{
+    return (double)chunk_bytes[chunk] / median(gbs[way_ring][chunk]) / 1e3;
+}
+
 static void print_row(const char *name, int way, int chunk)
 {
     const double mine = median(gbs[way][chunk]);
@@ -178,8 +184,22 @@ static void print_row(const char *name, int way, int chunk)
         theirs > 0 ? printf(" %9.3f", mine / theirs) : printf(" %9s", "-");
     }
     if (way == way_ring)
-        printf(" %11.2f %10.2f", median(first_ms[chunk]), median(last_ms[chunk]));
+        printf(" %11.2f %10.2f %9.1f", median(first_ms[chunk]), median(last_ms[chunk]), chunk_us(chunk));
     printf("\n");
+}
+
+/* Why small chunks are slow. */
+static void print_least(void)
+{
+    const double send = median(gbs[way_send][0]);
+    int least = 0;
+    for (int k = 1; k < chunk_count; k++)
+        least = chunk_us(k) < chunk_us(least) ? k : least;
+    if (send > 0 && median(gbs[way_ring][least]) > 0)
+        printf(
+            "(a chunk takes %.1f us or more, whatever its size: ncclSend and ncclRecv, called for each. One ncclSend "
+            "moves %.3g MB in %.1f us)\n",
+            chunk_us(least), (double)chunk_bytes[least] / 1048576, (double)chunk_bytes[least] / send / 1e3);
 }
 
 static void print_table(const session *s)
@@ -187,7 +207,8 @@ static void print_table(const session *s)
     const handover_options *const o = s->o;
     char name[80];
     printf("\n%lld tokens, %.1f MB; medians of %d rounds\n", o->tokens, (double)bytes_of(s, o->tokens) / 1e6, rounds);
-    printf("%-42s %9s %9s %9s %11s %10s\n", "way", "GB/s", "/ 1 send", "/ engine", "1st layer", "last, ms");
+    printf("%-42s %9s %9s %9s %11s %10s %9s\n", "way", "GB/s", "/ 1 send", "/ engine", "1st layer", "last, ms",
+           "us/chunk");
     for (int k = 0; k < chunk_count; k++) {
         (void)snprintf(name, sizeof name, "ring of %lld x %.3g MB on %lld lane%s", o->slots,
                        (double)chunk_bytes[k] / 1048576, o->lanes, o->lanes > 1 ? "s" : "");
@@ -200,6 +221,7 @@ static void print_table(const session *s)
                    o->tokens < pieces_tokens ? o->tokens : pieces_tokens);
     print_row(name, way_pieces, 0);
     print_row("copy engine, contiguous bytes", way_copy, 0);
+    print_least();
 }
 
 /* Round -1 warms up and is verified. */

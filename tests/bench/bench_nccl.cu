@@ -297,9 +297,10 @@ static void print_document(double us)
            "GB/s. Here %.2f us, %.0f GB/s, %.0f %%)\n",
            100 * kb / 25 / datasheet, 100 * kb / 20 / datasheet, datasheet, us, kb / us, 100 * kb / us / datasheet);
     printf(
-        "(the link takes %.2f us for these bytes by a kernel that only pushes them, %.2f by the copy engine: 20 us is "
-        "%s what it carries)\n",
-        link.push_us, link.copy_us, std::min(link.push_us, link.copy_us) > 20 ? "below" : "within");
+        "(us of these bytes: link's limit %.2f, copy engine %.2f, a kernel that only pushes them %.2f, this all-reduce "
+        "%.2f, %.3f of the push. 20 us is %s what the link carries)\n",
+        kb / datasheet, link.copy_us, link.push_us, us, us / link.push_us,
+        std::min(link.push_us, link.copy_us) > 20 ? "below" : "within");
 }
 
 /* A small sum beside kernels that do less. */

@@ -319,6 +319,8 @@ def link_bytes(r, _):
 # Operation ('': all large ones; the documents name gather), what is expected of it, where it is counted, from, to,
 # whether more (1) or less (-1) than that is better or neither (0), and what explains a figure out of range.
 EXPECTED = [
+    ('gather, 64 rows of 8 KB', 'time, us', None, 10, 10, -1, few_instructions),
+    ('store, 64 tokens, random slots', 'time, us', None, 15, 15, -1, few_instructions),
     ('store, 64 Ki tokens, in order', 'DRAM, % of peak', None, 70, 75, 1, memory_busy),
     ('store, 64 Ki tokens, random slots', 'DRAM, % of peak', None, 55, 65, 1, than_in_order),
     ('', 'DRAM, % of peak', None, 70, 80, 1, memory_busy),

@@ -72,6 +72,7 @@ typedef struct place {
     int32_t *pages, *request, *position;   /* of tokens: see run_slots */
     kvprim_unpack_meta_item *meta;         /* the fragments */
     uint64_t *meta_count;
+    char *set, *empty_set; /* of run_fetch */
 } place;
 static place gpu, in, out, host;
 
@@ -104,6 +105,8 @@ enum {
     request_pages = 1024,
     page_rows = 16,
     tokens = requests * request_pages * page_rows,
+    hot_rows = 2048,
+    set_bytes = 1 << 20,
     poison = 0xee
 };
 static const size_t all_bytes = (size_t)all_rows * row_bytes;
@@ -170,6 +173,19 @@ static void run_gather(const place *p, int64_t rows)
     gather_from(p, rows, NULL);
 }
 
+/* Rows of 8 KB, of 4,096 fp16 as the documents have them. */
+static void run_gather_wide(const place *p, int64_t rows)
+{
+    kvprim_gather_desc gather = {};
+    gather.dst = table_of(p->dst, 0, rows);
+    gather.src = table_of(p->src, 0, layer_rows);
+    gather.row_bytes = 4 * row_bytes;
+    gather.index = p->from;
+    gather.index_type = KVPRIM_I32;
+    gather.count = rows;
+    check_kvprim(p != &host ? kvprim_cuda_gather(&gather, &launch) : kvprim_gather(&gather));
+}
+
 static void run_gather_e4m3(const place *p, int64_t rows)
 {
     gather_from(p, rows, &e4m3[0]);
@@ -223,6 +239,58 @@ static void run_store_tiles(const place *p, int64_t count)
         formats[v].scales = p->dst + all_bytes / 4 * (size_t)(1 + 2 * v);
     }
     store_to(p, p->of_half, count, formats);
+}
+
+/* NVFP4: 16 elements of 4 bits share a scale of 8 bits. `data`: where the scales are. */
+static kvprim_format nvfp4_of(char *data)
+{
+    kvprim_format format = format_of(KVPRIM_F4E2M1);
+    format.scale = KVPRIM_SCALE_TILE, format.scale_dtype = KVPRIM_F8E4M3, format.tile = 16;
+    format.scales = data;
+    return format;
+}
+
+static void run_store_nvfp4(const place *p, int64_t count)
+{
+    const kvprim_format formats[2] = {nvfp4_of(p->dst + all_bytes / 4), nvfp4_of(p->dst + all_bytes / 4 * 3)};
+    store_to(p, p->of_half, count, formats);
+}
+
+static void run_gather_nvfp4(const place *p, int64_t rows)
+{
+    const kvprim_format format = nvfp4_of(p->src + all_bytes / 2);
+    gather_from(p, rows, &format, row_bytes / 4);
+}
+
+static void run_store_int4(const place *p, int64_t count)
+{
+    const kvprim_format formats[2] = {format_of(KVPRIM_INT4), format_of(KVPRIM_INT4)};
+    store_to(p, p->of_half, count, formats);
+}
+
+static kvprim_fetch_set fetch_set_of(const place *p)
+{
+    kvprim_fetch_set set = {};
+    set.memory = p->set, set.bytes = set_bytes;
+    set.states = 1, set.hot_rows = hot_rows, set.tokens = layer_rows, set.entries = hot_rows;
+    return set;
+}
+
+/* All tokens that a request wants are missing: before each call its set becomes empty. */
+static void run_fetch(const place *p, int64_t count)
+{
+    kvprim_fetch_desc fetch = {};
+    fetch.set = fetch_set_of(p);
+    fetch.count = 1, fetch.state = p->in_order, fetch.wanted = p->from, fetch.top_k = count;
+    fetch.state_type = fetch.wanted_type = KVPRIM_I32;
+    fetch.k_hot = table_of(p->dst, 0, hot_rows), fetch.k = table_of(p->src, 0, layer_rows);
+    fetch.k_bytes = row_bytes;
+    fetch.rows = (int32_t *)(p->dst + all_bytes / 2);
+    if (p == &host)
+        check_kvprim(kvprim_fetch_reset(&fetch.set, -1));
+    else
+        CUDA(cudaMemcpyAsync(p->set, p->empty_set, set_bytes, cudaMemcpyDefault, stream));
+    check_kvprim(p != &host ? kvprim_cuda_fetch(&fetch, &launch) : kvprim_fetch(&fetch));
 }
 
 static void run_transfer(const place *p, int64_t rows)
@@ -309,10 +377,15 @@ static const operation operations[] = {
     {"store as e4m3, 64 Ki tokens", "kvpc_convert_store_kernel", "converts", run_store_e4m3, 65536, 3 * 65536 * 1024},
     {"gather from e4m3, 64 Ki rows", "kvpc_convert_gather_kernel", "converts", run_gather_e4m3, 65536, 3 * 65536 * 512},
     {"store as e4m3, tiles of 128", "kvpc_convert_tiles_kernel", "converts", run_store_tiles, 65536, 65536 * 3104},
+    {"store as NVFP4, 64 Ki tokens", "kvpc_convert_tiles_kernel", "converts", run_store_nvfp4, 65536, 65536 * 2624},
+    {"gather from NVFP4, 64 Ki rows", "kvpc_convert_gather_kernel", "converts", run_gather_nvfp4, 65536, 65536 * 1312},
+    {"store as int4, 64 Ki tokens", "kvpc_convert_kernel", "converts", run_store_int4, 65536, 65536 * 2560},
     {"gather from e4m3, rows of 1,001", "kvpc_convert_kernel", "converts", run_gather_odd, 65536, 3 * 65536 * 1001 / 2},
     {"transfer from the host", "kvpc_move_few_kernel", "host", run_transfer, 2048, 2048 * layers *row_bytes, &in},
     {"transfer to the host", "kvpc_move_few_kernel", "host", run_transfer, 2048, 2048 * layers *row_bytes, &out},
+    {"fetch, 1,024 rows from the host", "kvpc_fetch_kernel", "host", run_fetch, 1024, 1024 * row_bytes, &in},
     {"slots, 16 Mi tokens", "kvpc_slots_kernel", "slots", run_slots, tokens, 6 * tokens}, /* 8 bytes to 4 */
+    {"gather, 64 rows of 8 KB", "kvpc_gather_kernel", "small", run_gather_wide, 64, 4 * 64 * row_bytes},
     {"gather, 64 rows", "kvpc_gather_kernel", "small", run_gather, 64, 64 * row_bytes},
     {"store, 64 tokens, random slots", "kvpc_store_kernel", "small", run_store, 64, 2 * 64 * row_bytes},
     {"slots, 64 tokens", "kvpc_slots_kernel", "small", run_slots, 64, 6 * 64}};
@@ -415,6 +488,11 @@ static void open_rows(void)
     gpu.in_order = on_gpu(host.in_order, cache_rows * sizeof *host.in_order);
     open_tokens();
     open_fragments(places);
+    host.set = (char *)allocate(set_bytes);
+    const kvprim_fetch_set set = fetch_set_of(&host);
+    check_kvprim(kvprim_fetch_reset(&set, -1));
+    gpu.set = on_gpu(host.set, set_bytes);
+    gpu.empty_set = on_gpu(host.set, set_bytes);
     in = out = gpu;
     CUDA(cudaHostRegister(host.src, all_bytes, cudaHostRegisterDefault));
     in.src = host.src;
@@ -623,6 +701,26 @@ static void run_norm(const place *, int64_t count)
     check_kvprim(kvprim_all_reduce_norm(&comm, &norm, stream));
 }
 
+/* Also as FP8, with a scale of each 128 elements. */
+static void run_norm_groups(const place *, int64_t count)
+{
+    kvprim_norm_desc norm = norm_of(count, send_bf16, weight_on_gpu, recv_bf16);
+    norm.quantised = recv_bf16 + most_shared / 2, norm.scale = (float *)(recv_bf16 + most_shared / 4 * 3);
+    norm.scale_group = 128;
+    check_kvprim(kvprim_all_reduce_norm(&comm, &norm, stream));
+}
+
+static void run_reduce_scatter(const place *, int64_t count)
+{
+    check_kvprim(
+        kvprim_reduce_scatter(&comm, recv_bf16, send_bf16, (size_t)count / 2, KVPRIM_BF16, KVPRIM_SUM, stream));
+}
+
+static void run_all_gather(const place *, int64_t count)
+{
+    check_kvprim(kvprim_all_gather(&comm, recv_bf16, send_bf16, (size_t)count / 2, KVPRIM_BF16, stream));
+}
+
 static void run_all_to_all(const place *, int64_t count)
 {
     check_kvprim(kvprim_all_to_all(&comm, recv_bf16, send_bf16, (size_t)count / 2, KVPRIM_BF16, stream));
@@ -637,17 +735,21 @@ typedef struct collective {
 static const collective collectives[] = {{"2 ranks: all-reduce, 64 KB", run_all_reduce, 32768},
                                          {"2 ranks: all-reduce, 8 MB", run_all_reduce, 4 << 20},
                                          {"2 ranks: all-reduce, 32 MB, pipeline", run_all_reduce, most_shared},
+                                         {"2 ranks: reduce-scatter, 8 MB", run_reduce_scatter, 4 << 20},
+                                         {"2 ranks: all-gather, 8 MB", run_all_gather, 4 << 20},
                                          {"2 ranks: all-to-all, 8 MB", run_all_to_all, 4 << 20},
                                          {"2 ranks: sum and norm, 64 x 8 KB", run_norm, 64 * hidden},
+                                         {"2 ranks: the same with groups", run_norm_groups, 64 * hidden},
                                          {"2 ranks: sum and norm, 1,024 x 8 KB", run_norm, 1024 * hidden}};
 
-/* Element i of what this rank gets. */
+/* Element i of what this rank gets; of a reduce-scatter those of its half. */
 static uint16_t wanted(const collective *c, int64_t i)
 {
-    const int64_t half = c->count / 2;
-    return c->run == run_norm         ? normed[i]
-           : c->run == run_all_to_all ? sends[i / half][comm.rank * half + i % half]
-                                      : bf16_of(value_at(i, 0) + value_at(i, 1));
+    const int64_t half = c->count / 2, at = c->run == run_reduce_scatter ? comm.rank * half + i : i;
+    return c->run == run_norm || c->run == run_norm_groups ? normed[i]
+           : c->run == run_all_to_all                      ? sends[i / half][comm.rank * half + i % half]
+           : c->run == run_all_gather                      ? sends[i / half][i % half]
+                                                           : bf16_of(value_at(at, 0) + value_at(at, 1));
 }
 
 static void profile_shared(const collective *c)
@@ -668,7 +770,7 @@ static void profile_shared(const collective *c)
         CUDA(cudaProfilerStop());
     check_kvprim(kvprim_comm_check(&comm));
     CUDA(cudaMemcpy(found, recv_bf16, most_shared * sizeof *found, cudaMemcpyDeviceToHost));
-    for (int64_t i = 0; i < c->count; i++)
+    for (int64_t i = 0; i < (c->run == run_reduce_scatter ? c->count / 2 : c->count); i++)
         if (found[i] != wanted(c, i))
             quit("rank %d: %s: element %lld: expected %04x, got %04x", (int)comm.rank, c->name, (long long)i,
                  wanted(c, i), found[i]);

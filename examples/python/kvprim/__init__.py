@@ -19,14 +19,17 @@ Rules that hold for every operator here
     Elements   Where dtypes differ, elements are converted, as kvprim.h says: k of bfloat16 into a cache of
                float8_e4m3fn. cache_dtype says what a cache of uint8 holds:
                    "fp8" or "fp8_e4m3", "fp8_e5m2", "int8"
+                   "fp4_e2m1", "int4"      two elements in a byte, so that the last dimension is half as long
                    "fp8_per_token_head", "int8_per_token_head"     with a scale cache; the least scale is 1e-6
-                   "fp8_ds_mla", "fp8_ds_mla_sglang" [.., 656], "fp8_ds_mla_v4" [.., 584], "fp8_indexer",
-                   "fp8_indexer_ue8m0" [.., 132]
+                   "fp8_ds_mla", "fp8_ds_mla_sglang" [.., 656], "fp8_ds_mla_v4" [.., 584], "fp8_ds_mla_v41" [.., 528],
+                   "fp8_indexer", "fp8_indexer_ue8m0" [.., 132]
                The last are whole formats, caches of "NHD" or "rows" that hold their scales. A row of k is what the
                format quantises, and of v what it copies; or k is both in one row, and v None.
     Scales     A scale is a float32 tensor: of one element, or [heads]. It is read when the kernel runs, so a graph's
                replay takes its new value. A scale cache has a float32 (or float8_e8m0fnu) for each tile of each row:
-               [rows, tiles], [pages, page, tiles] or, with "HND", [pages, heads, page]. A store writes it.
+               [rows, tiles], [pages, page, tiles] or, with "HND", [pages, heads, page]. A store writes it. Beside
+               elements of 4 bits it may be of float8_e4m3fn or float16, too, and k_scale, v_scale and tensor_scale
+               multiply all of it: NVFP4 is "fp4_e2m1", float8_e4m3fn for each 16 elements, and these.
     Device     All tensors lie on one GPU, or all on the CPU, where kvprim's host functions do the same. transfer, copy
                and unpack also take pinned tensors beside those of a GPU, and transfer index lists of the CPU.
     Errors     RuntimeError, which names the argument; nothing has been written. What kvprim refuses has
@@ -73,7 +76,7 @@ __version__ = f"{_version // 10000}.{_version // 100 % 100}.{_version % 100}"
 
 _SCHEMAS = """
 gather(Tensor(a!) out, Tensor src, Tensor index, str layout="rows", *, str cache_dtype="auto", Tensor? scale=None,
-    int base=0, bool keep_padding=False, Tensor(b!)? rejected=None, bool pdl=False)
+    int base=0, bool keep_padding=False, Tensor(b!)? rejected=None, bool pdl=False, Tensor? tensor_scale=None)
 store(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot, str layout="rows", *,
     str cache_dtype="auto", int? kv_dim=None, Tensor? k_scale=None, Tensor? v_scale=None,
     Tensor(c!)? k_scale_cache=None, Tensor(d!)? v_scale_cache=None, bool scale_inverse=False,
@@ -88,6 +91,12 @@ unpack(Tensor(a!) dst, Tensor src, Tensor fragments)
 slots(Tensor(a!) slot, Tensor pages, int page_rows, int rows, *, Tensor? request=None, Tensor? position=None,
     Tensor? cu_seqlens=None, Tensor? starts=None, Tensor? page_starts=None, Tensor(b!)? rejected=None,
     bool pdl=False)
+fetch(Tensor(a!) memory, int[] sizes, Tensor state, Tensor wanted, Tensor(b!) rows, Tensor(c!)? k_hot=None,
+    Tensor? k=None, Tensor(d!)? v_hot=None, Tensor? v=None, str layout="rows", *, Tensor? pages=None, int page_rows=1,
+    bool pages_by_state=False, Tensor? fresh=None, Tensor(e!)? fresh_rows=None, Tensor(f!)? plan_src=None,
+    Tensor(g!)? plan_dst=None, Tensor(h!)? hits=None, Tensor(i!)? misses=None, Tensor(j!)? rejected=None, int max_sms=0,
+    int host_rows=0)
+fetch_reset(Tensor(a!) memory, int[] sizes, int state=-1)
 all_reduce(int comm, Tensor(a!) recv, Tensor? send=None, str op="sum", *, Tensor(z!) order)
 reduce_scatter(int comm, Tensor(a!) recv, Tensor send, str op="sum", *, Tensor(z!) order)
 all_gather(int comm, Tensor(a!) recv, Tensor send, *, Tensor(z!) order)
@@ -99,10 +108,11 @@ send(int comm, Tensor tensor, int peer, *, Tensor(z!) order)
 recv(int comm, Tensor(a!) tensor, int peer, *, Tensor(z!) order)
 all_reduce_norm(int comm, Tensor(a!)? out, Tensor send, Tensor weight, *, Tensor? residual=None,
     Tensor(b!)? residual_out=None, Tensor(c!)? sum=None, Tensor(d!)? quantised=None, Tensor(e!)? scale=None,
-    float eps=1e-6, bool scale_per_token=False, float scale_min=0.0, bool weight_plus_one=False, Tensor(z!) order)
+    float eps=1e-6, bool scale_per_token=False, float scale_min=0.0, bool weight_plus_one=False, int scale_group=0,
+    bool scale_power_of_two=False, Tensor(z!) order)
 """
-_WHOLE_FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_sglang": 576, "fp8_ds_mla_v4": 512, "fp8_indexer": 128,
-                  "fp8_indexer_ue8m0": 128}  # elements of a row
+_WHOLE_FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_sglang": 576, "fp8_ds_mla_v4": 512, "fp8_ds_mla_v41": 512,
+                  "fp8_indexer": 128, "fp8_indexer_ue8m0": 128}  # elements of a row
 
 
 def include():
@@ -119,16 +129,17 @@ def ffi_library():
 # An eager call goes past torch's dispatcher: _eager's functions return False if they leave it to the operator.
 
 def gather(out, src, index, layout="rows", *, cache_dtype="auto", scale=None, base=0, keep_padding=False,
-           rejected=None, pdl=False):
+           rejected=None, pdl=False, tensor_scale=None):
     """out[i] = row index[i] - base of src; zeros if there is none, or with keep_padding what was there. `scale`: a
-    scale, or a scale cache."""
+    scale, or a scale cache, all of whose scales tensor_scale multiplies if elements have 4 bits."""
     if _compiling() or not _eager.gather(out, src, index, layout, cache_dtype, scale, base, keep_padding, rejected,
-                                         pdl):
+                                         pdl, tensor_scale):
         ops.gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base,
-                   keep_padding=keep_padding, rejected=rejected, pdl=pdl)
+                   keep_padding=keep_padding, rejected=rejected, pdl=pdl, tensor_scale=tensor_scale)
 
 
-def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dtype=None, base=0, pdl=False):
+def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dtype=None, base=0, pdl=False,
+               tensor_scale=None):
     """The same, in a new tensor of src's dtype, or of `dtype`, which a gather that converts must name."""
     if dtype is None and (cache_dtype != "auto" or scale is not None):
         raise RuntimeError("dtype must say what a converting gather returns")
@@ -136,8 +147,11 @@ def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dty
         row = (_WHOLE_FORMATS[cache_dtype],)
     else:
         row = (*src.shape[1:2], *src.shape[3:]) if layout == "HND" else src.shape[1 if layout == "rows" else 2:]
+    if cache_dtype in ("fp4_e2m1", "int4"):
+        row = (*row[:-1], 2 * row[-1])
     out = src.new_empty((index.shape[0], *row), dtype=dtype)
-    gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base, pdl=pdl)
+    gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base, pdl=pdl,
+           tensor_scale=tensor_scale)
     return out
 
 
@@ -214,6 +228,44 @@ def slots_new(pages, count, page_rows, rows, **options):
     slot = pages.new_empty(count, dtype=torch.int64)
     slots(slot, pages, page_rows, rows, **options)
     return slot
+
+
+class FetchSet:
+    """What is hot of requests whose rows lie in pinned memory: state s owns rows s * hot_rows and so on of the hot
+    tables, and remembers which of `tokens` tokens each has. A call names `entries` tokens of a request at most."""
+
+    def __init__(self, states, hot_rows, tokens, entries, device="cuda"):
+        self.sizes = [states, hot_rows, tokens, entries]
+        size = library.kvprim_fetch_state_bytes
+        size.restype, size.argtypes = ctypes.c_size_t, [ctypes.POINTER(ctypes.c_int64)]  # memory, bytes, sizes, 0
+        count = size((ctypes.c_int64 * 7)(0, 0, *self.sizes, 0))
+        if count == 0:
+            raise RuntimeError(f"states, hot_rows, tokens and entries are {self.sizes}: one of them is out of range")
+        self.memory = torch.empty(count, dtype=torch.uint8, device=device)
+        self.reset()
+
+    def reset(self, state=-1):
+        """Makes a state empty, or all."""
+        if _compiling() or not _eager.fetch_reset(self.memory, self.sizes, state):
+            ops.fetch_reset(self.memory, self.sizes, state)
+
+    def fetch(self, state, wanted, rows, k_hot=None, k=None, v_hot=None, v=None, layout="rows", *, pages=None,
+              page_rows=1, pages_by_state=False, fresh=None, fresh_rows=None, plan_src=None, plan_dst=None, hits=None,
+              misses=None, rejected=None, max_sms=0, host_rows=0):
+        """rows = the hot row of each token of wanted, [requests, tokens] or [requests, steps, tokens], or -1 if it gets
+        none; those that are not hot are first copied from k and v, tables of `layout`. Token t of request i, which has
+        state[i], lies in row pages[i, t / page_rows] * page_rows + t % page_rows (pages_by_state: pages[state[i]]), or
+        without pages in row t. Negative states and tokens are padding. fresh [requests, tokens] get hot rows,
+        fresh_rows, that the caller writes after the call. plan_src and plan_dst take what was fetched, as indices of a
+        transfer(), and hits, misses and rejected are counters. rows and these are int32. Without k it is
+        a plan alone, for tables of host_rows."""
+        if _compiling() or not _eager.fetch(
+                self.memory, self.sizes, state, wanted, rows, k_hot, k, v_hot, v, layout, pages, page_rows,
+                pages_by_state, fresh, fresh_rows, plan_src, plan_dst, hits, misses, rejected, max_sms, host_rows):
+            ops.fetch(self.memory, self.sizes, state, wanted, rows, k_hot, k, v_hot, v, layout, pages=pages,
+                      page_rows=page_rows, pages_by_state=pages_by_state, fresh=fresh, fresh_rows=fresh_rows,
+                      plan_src=plan_src, plan_dst=plan_dst, hits=hits, misses=misses, rejected=rejected,
+                      max_sms=max_sms, host_rows=host_rows)
 
 
 # ---- addresses: eager calls alone, because nobody could tell torch.compile what they write --------------------------
@@ -348,6 +400,58 @@ def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, pa
     return made if packed else [bytes(made[i:i + width]) for i in range(0, len(made), width)]
 
 
+# ---- layouts of caches ----------------------------------------------------------------------------------------------
+
+class _Table(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("stride", ctypes.c_int64),
+                ("page_rows", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("heads", ctypes.c_int32),
+                ("reserved_heads", ctypes.c_int32), ("head_stride", ctypes.c_int64), ("bytes", ctypes.c_int64),
+                ("format", ctypes.c_void_p), ("reserved", ctypes.c_int64)]
+
+
+class _LayoutSizes(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("page_rows", ctypes.c_int64),
+                ("page_stride", ctypes.c_int64), ("k_bytes", ctypes.c_int64), ("v_bytes", ctypes.c_int64),
+                ("layers", ctypes.c_int32), ("heads", ctypes.c_int32)]
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = [("k_cache", _Table), ("v_cache", _Table), ("k_format", ctypes.c_int64 * 14),
+                ("k_elements", ctypes.c_int64), ("v_elements", ctypes.c_int64), ("k_bytes", ctypes.c_int64),
+                ("v_bytes", ctypes.c_int64), ("k_layer_stride", ctypes.c_int64), ("v_layer_stride", ctypes.c_int64),
+                ("v_offset", ctypes.c_int64), ("bytes", ctypes.c_int64), ("layers", ctypes.c_int32),
+                ("reserved", ctypes.c_int32)]
+
+
+def layout(name, cache, page_rows, heads, k_dim, v_dim=None, layers=1):
+    """[(k, v), ...], for each layer its K and V in `cache`, a contiguous tensor that holds whole pages of the layout
+    `name`: an engine's, as kvprim_layout_find has them (examples/LAYOUTS.md), or an order such as "LB2NHC". All are
+    views [pages, heads, page_rows, dim], which operators take as "HND". v_dim: None is k_dim; 0: without V, v is None.
+    Caches of quantised rows (fp8_ds_mla, ...) need no layout: cache_dtype says all of it."""
+    v_dim = k_dim if v_dim is None else v_dim
+    if not cache.is_contiguous():
+        raise RuntimeError(f"cache has shape {tuple(cache.shape)} and strides {cache.stride()}, not contiguous")
+    page, size = layers * page_rows * heads * (k_dim + v_dim), cache.element_size()
+    pages = cache.numel() // page if page > 0 else 0
+    if page > 0 and (pages == 0 or cache.numel() % page):
+        raise RuntimeError(f"cache has {cache.numel()} elements, not a multiple of {page}: a page's, in all layers")
+    sizes = _LayoutSizes(cache.data_ptr(), max(pages, 1) * max(page_rows, 1), page_rows, 0, heads * k_dim * size,
+                         heads * v_dim * size, layers, heads)
+    found = _Layout()
+    if library.kvprim_layout_find(name.encode(), ctypes.byref(sizes), ctypes.byref(found)):
+        library.kvprim_last_error.restype = ctypes.c_char_p
+        raise RuntimeError(library.kvprim_last_error().decode())
+    flat, base = cache.view(-1), cache.storage_offset()
+
+    def view(table, dim, offset):
+        strides = (table.page_stride // size, table.head_stride // size, table.stride // size, 1)
+        return flat.as_strided((pages, heads, page_rows, dim), strides, base + offset // size)
+
+    return [(view(found.k_cache, k_dim, layer * found.k_layer_stride),
+             view(found.v_cache, v_dim, layer * found.v_layer_stride + found.v_offset) if v_dim else None)
+            for layer in range(layers)]
+
+
 # ---- collectives ----------------------------------------------------------------------------------------------------
 
 def __getattr__(name):
@@ -410,5 +514,8 @@ except ImportError:  # then without slots_new, gather_new and lists for tensors,
         pass
 else:
     from . import _eager
-    _eager.setup(torch.Tensor, torch.nn.Parameter, torch._C._len_torch_dispatch_stack)
-    _compiling, ops = torch.compiler.is_compiling, _Operators()
+    _compiling, ops = torch.compiler.is_dynamo_compiling, _Operators()  # other tracers have a dispatch mode
+    _tensor, _parameter = torch.empty(0), torch.nn.Parameter(torch.empty(0))
+    _setup = (torch.Tensor, torch.nn.Parameter, torch._C._len_torch_dispatch_stack, _tensor, _tensor._cdata, _parameter,
+              _parameter._cdata, torch.Tensor.__basicsize__, os.path.join(_BUILT, "libkvprim_torch.so"))
+    _eager.setup(*_setup)  # returns whether it found what makes calls faster

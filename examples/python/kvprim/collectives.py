@@ -221,18 +221,22 @@ class Communicator:
             kvprim.ops.recv(self.number, tensor, peer, order=self.order)
 
     def all_reduce_norm(self, out, send, weight, *, residual=None, residual_out=None, sum=None, quantised=None,
-                        scale=None, eps=1e-6, scale_per_token=False, scale_min=0.0, weight_plus_one=False):
+                        scale=None, eps=1e-6, scale_per_token=False, scale_min=0.0, weight_plus_one=False,
+                        scale_group=0, scale_power_of_two=False):
         """s = the sum of every rank's send; r = s + residual; out = r, as RMSNorm makes it, times weight. All are
         [tokens, hidden] of float16 or bfloat16, and each output may be None except that out or quantised is set. sum
         takes s, residual_out r, and quantised, float8_e4m3fn, out / scale: a float32 that is read, or with
-        scale_per_token [tokens] that are written. residual_out may be residual, and out, sum or residual_out send."""
+        scale_per_token [tokens] that are written, or with scale_group=128 [tokens, hidden / 128] of any strides, also
+        as powers of two, whose exponents int32 [tokens, ceil(hidden / 512)] takes, four in a word. residual_out may be
+        residual, and out, sum or residual_out send."""
         if kvprim._compiling() or not _eager.all_reduce_norm(
                 self.number, out, send, weight, residual, residual_out, sum, quantised, scale, eps, scale_per_token,
-                scale_min, weight_plus_one):
+                scale_min, weight_plus_one, scale_group, scale_power_of_two):
             kvprim.ops.all_reduce_norm(self.number, out, send, weight, residual=residual, residual_out=residual_out,
                                        sum=sum, quantised=quantised, scale=scale, eps=eps,
                                        scale_per_token=scale_per_token, scale_min=scale_min,
-                                       weight_plus_one=weight_plus_one, order=self.order)
+                                       weight_plus_one=weight_plus_one, scale_group=scale_group,
+                                       scale_power_of_two=scale_power_of_two, order=self.order)
 
     def group(self):
         """with comm.group(): the sends and receives inside run together, so that none waits for another."""

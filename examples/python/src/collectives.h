@@ -261,6 +261,23 @@ void *tokens_of_norm(const Collective &c, const char *name, const MaybeTensor &t
     return tensor->data;
 }
 
+/* A scale of each group of each token: float32, or in int32 the exponents of four groups. */
+void set_group_scales(const Collective &c, kvprim_norm_desc &desc, const Tensor &scale)
+{
+    const bool exponents = scale.dtype == INT32;
+    const int64_t groups = desc.hidden / desc.scale_group, words = exponents ? (groups + 3) / 4 : groups;
+    c.takes("scale", scale);
+    EXPECT(scale.dtype == FLOAT32 || exponents, "scale is ", scale.dtype, ", not float32, or int32 for exponents");
+    EXPECT(scale.dims == 2 && scale.size[0] == desc.tokens && scale.size[1] == words, "scale has shape ",
+           sizes_of(scale), ", not [", desc.tokens, ", ", words, "]");
+    desc.scale = static_cast<float *>(scale.data);
+    desc.scale_dtype = exponents ? KVPRIM_F8E8M0 : KVPRIM_F32;
+    desc.scale_stride = desc.tokens > 1 ? scale.stride[0] : 0;
+    desc.scale_group_stride = words > 1 ? scale.stride[1] : 0;
+    EXPECT((desc.tokens <= 1 || scale.stride[0] > 0) && (words <= 1 || scale.stride[1] > 0), "scale has strides ",
+           strides_of(scale), ": it is expanded; make it contiguous");
+}
+
 void all_reduce_norm(Arguments &a)
 {
     Collective c(a);
@@ -273,6 +290,9 @@ void all_reduce_norm(Arguments &a)
     desc.eps = static_cast<float>(a.number());
     desc.scale_per_token = a.boolean(), desc.scale_min = static_cast<float>(a.number());
     desc.weight_plus_one = a.boolean();
+    const int64_t group = a.integer();
+    desc.scale_group = static_cast<int32_t>(std::clamp<int64_t>(group, -1, INT32_MAX));
+    desc.scale_power_of_two = a.boolean();
     EXPECT(send->dims == 2, "send has shape ", sizes_of(*send), ", not [tokens, hidden]");
     const Dtype dtype = send->dtype;
     desc.dtype = summed_dtype("send", dtype);
@@ -287,7 +307,9 @@ void all_reduce_norm(Arguments &a)
     EXPECT(weight.dtype == dtype && weight.numel == desc.hidden, "weight is ", weight.dtype, " of ", weight.numel,
            " elements, not ", dtype, " of ", desc.hidden);
     desc.weight = weight.data;
-    if (scale) {
+    if (scale && desc.scale_group > 0) {
+        set_group_scales(c, desc, *scale);
+    } else if (scale) {
         const int64_t scales = desc.scale_per_token ? desc.tokens : 1;
         c.takes_packed("scale", *scale);
         EXPECT(scale->dtype == FLOAT32 && scale->numel == scales, "scale is ", scale->dtype, " of ", scale->numel,

@@ -23,6 +23,8 @@
 #pragma weak kvprim_cuda_unpack
 #pragma weak kvprim_cuda_copy
 #pragma weak kvprim_cuda_slots
+#pragma weak kvprim_cuda_fetch
+#pragma weak kvprim_cuda_fetch_reset
 #pragma weak kvprim_cuda_move
 
 namespace
@@ -369,6 +371,12 @@ class Call
             arguments.keep(pinned, launch.stream);
     }
 
+    /* Calls function(launch), NULL for the CPU. */
+    template <class Function> void start(Function function)
+    {
+        call([&] { return function(device == CPU ? nullptr : &launch); });
+    }
+
     template <class Desc>
     void run(kvprim_status (*cpu)(const Desc *), kvprim_status (*gpu)(const Desc *, const kvprim_cuda_launch *),
              const Desc &desc)
@@ -423,6 +431,7 @@ struct Shape : Tensor {
 struct Rows {
     kvprim_table table = {};
     int64_t bytes = 0, elements = 0; // of a row
+    int64_t bits = 0;                // of an element
 };
 
 Rows rows_of(const char *name, const Tensor &tensor, Layout layout = Layout::rows)
@@ -430,6 +439,7 @@ Rows rows_of(const char *name, const Tensor &tensor, Layout layout = Layout::row
     const Shape shape(name, tensor, layout);
     const int64_t begin = layout == Layout::rows ? 1 : 2, element = tensor.itemsize();
     Rows rows;
+    rows.bits = tensor.dtype.bits;
     if (tensor.numel == 0)
         return rows;
     int64_t d = shape.dims - 1;
@@ -479,11 +489,14 @@ constexpr Named formats_by_name[] = {{"fp8", KVPRIM_F8E4M3, false, 0},
                                      {"fp8_e4m3", KVPRIM_F8E4M3, false, 0},
                                      {"fp8_e5m2", KVPRIM_F8E5M2, false, 0},
                                      {"int8", KVPRIM_INT8, false, 0},
+                                     {"fp4_e2m1", KVPRIM_F4E2M1, false, 0},
+                                     {"int4", KVPRIM_INT4, false, 0},
                                      {"fp8_per_token_head", KVPRIM_F8E4M3, true, 0},
                                      {"int8_per_token_head", KVPRIM_INT8, true, 0},
                                      {"fp8_ds_mla", KVPRIM_F8E4M3, false, 656},
                                      {"fp8_ds_mla_sglang", KVPRIM_F8E4M3, false, 656},
                                      {"fp8_ds_mla_v4", KVPRIM_F8E4M3, false, 584},
+                                     {"fp8_ds_mla_v41", KVPRIM_F8E4M3, false, 528},
                                      {"fp8_indexer", KVPRIM_F8E4M3, false, 132},
                                      {"fp8_indexer_ue8m0", KVPRIM_F8E4M3, false, 132}};
 
@@ -498,6 +511,21 @@ const Named *preset_named(Text name)
 {
     const Named *const named = format_named(name);
     return named && named->token_bytes ? named : nullptr;
+}
+
+bool is_4_bits(kvprim_dtype dtype)
+{
+    return dtype == KVPRIM_F4E2M1 || dtype == KVPRIM_INT4;
+}
+
+/* Rows of a cache, two of whose elements may lie in a byte. */
+Rows rows_of_cache(const char *name, const Tensor &tensor, Layout layout, Text dtype)
+{
+    Rows rows = rows_of(name, tensor, layout);
+    const Named *const named = format_named(dtype);
+    if (named && is_4_bits(named->dtype))
+        rows.elements *= 2, rows.bits = 4;
+    return rows;
 }
 
 kvprim_dtype dtype_of(const char *name, Dtype dtype)
@@ -555,15 +583,30 @@ void set_scale(kvprim_format &format, const Call &call, const char *name, const 
            " is expanded; make it contiguous");
 }
 
+/* What multiplies all scales of elements of 4 bits. */
+void set_tensor_scale(kvprim_format &format, const Call &call, const char *name, const Tensor &scale)
+{
+    call.takes(name, scale);
+    EXPECT(scale.dtype == FLOAT32 && scale.numel == 1, name, " is ", scale.dtype, " of ", scale.numel,
+           " elements, not one float32, as elements of 4 bits have beside a scale cache");
+    format.tensor_scale = static_cast<const float *>(scale.data);
+}
+
 /* A scale for each tile of each row of a cache, in memory of their own or between its rows. */
 void set_scale_cache(kvprim_format &format, const Call &call, const char *name, const Tensor &scales, Layout layout,
                      kvprim_table &table, int64_t elements)
 {
     call.takes(name, scales);
-    const bool power = scales.dtype == E8M0;
-    EXPECT(power || scales.dtype == FLOAT32, name, " is ", scales.dtype, ", not float32 or float8_e8m0fnu");
+    constexpr std::pair<Dtype, kvprim_dtype> types[] = {
+        {FLOAT32, KVPRIM_F32}, {E8M0, KVPRIM_F8E8M0}, {{10, 8}, KVPRIM_F8E4M3}, {{2, 16}, KVPRIM_F16}};
+    const bool few_bits = is_4_bits(format.dtype);
+    const auto *const end = std::begin(types) + (few_bits ? 4 : 2);
+    const auto *const type =
+        std::find_if(std::begin(types), end, [&](const auto &one) { return one.first == scales.dtype; });
+    EXPECT(type != end, name, " is ", scales.dtype, ", not float32", few_bits ? ", float8_e4m3fn, float16" : "",
+           " or float8_e8m0fnu");
     const Shape shape(name, scales, layout);
-    const int64_t begin = layout == Layout::rows ? 1 : 2, size = power ? 1 : 4, tiles = shape.size[shape.dims - 1];
+    const int64_t begin = layout == Layout::rows ? 1 : 2, size = scales.itemsize(), tiles = shape.size[shape.dims - 1];
     const int64_t page_rows = begin == 2 ? table.page_rows : 1;
     EXPECT(shape.dims == begin + 1 && tiles > 0 && shape.size[0] * page_rows == table.rows &&
                (begin == 1 || shape.size[1] == page_rows),
@@ -571,7 +614,7 @@ void set_scale_cache(kvprim_format &format, const Call &call, const char *name, 
     EXPECT(elements % tiles == 0, name, " has ", tiles, " scales in a row, but its cache ", elements,
            " elements: not as many for each");
     format.scale = KVPRIM_SCALE_TILE;
-    format.scale_dtype = power ? KVPRIM_F8E8M0 : KVPRIM_F32;
+    format.scale_dtype = type->second;
     format.tile = elements / tiles;
     format.scale_tile_stride = tiles > 1 ? shape.stride[begin] * size : 0;
     format.scale_stride = shape.size[begin - 1] > 1 ? shape.stride[begin - 1] * size : 0;
@@ -601,9 +644,9 @@ bool converts(const char *a_name, const Tensor &a, const Rows &a_rows, const cha
 }
 
 /* Bytes of a row, as src has them. One of the tensors may be empty. */
-int64_t row_bytes(const Rows &dst, const Rows &src, const Tensor &src_tensor)
+int64_t row_bytes(const Rows &dst, const Rows &src)
 {
-    return std::max(dst.elements, src.elements) * src_tensor.itemsize();
+    return std::max(dst.elements, src.elements) * src.bits / 8;
 }
 
 /* A cache in a whole format: the tables of what it quantises (K) and of what it copies (V). */
@@ -702,6 +745,7 @@ void gather(Arguments &a)
     const bool keep_padding = a.boolean();
     const MaybeTensor rejected = a.maybe_tensor();
     Call call(a, out.device, a.boolean());
+    const MaybeTensor tensor_scale = a.maybe_tensor();
     call.takes("src", src);
     call.takes("index", index);
     const Index rows = index_of("index", index);
@@ -709,13 +753,15 @@ void gather(Arguments &a)
     desc.index = rows.data, desc.index_type = rows.type, desc.index_stride = rows.stride;
     desc.index_base = base, desc.count = rows.count, desc.rejected = call.counter(rejected);
     if (const Named *const named = preset_named(cache_dtype)) {
-        EXPECT(!scale, "scale is given, but ", cache_dtype, " holds its own");
+        EXPECT(!scale && !tensor_scale, "scale is given, but ", cache_dtype, " holds its own");
         EXPECT(!keep_padding, "keep_padding is given, but a gather of ", cache_dtype, " writes every row");
         return gather_preset(call, *named, out, src, layout, desc);
     }
-    const Rows to = rows_of("out", out), from = rows_of("src", src, layout);
+    const Rows to = rows_of("out", out), from = rows_of_cache("src", src, layout, cache_dtype);
+    EXPECT(!tensor_scale || (scale && scale->dims > 1 && from.bits == 4),
+           "tensor_scale is given, but no cache of elements of 4 bits with scale, a scale cache");
     kvprim_format formats[2];
-    desc.dst = to.table, desc.src = from.table, desc.row_bytes = row_bytes(to, from, src);
+    desc.dst = to.table, desc.src = from.table, desc.row_bytes = row_bytes(to, from);
     if (converts("out", out, to, "src", src, from, cache_dtype != "auto" || scale)) {
         formats[0] = format_of("out", out, "auto"), formats[1] = format_of("src", src, cache_dtype);
         formats[1].scale_inverse = 0;
@@ -724,6 +770,8 @@ void gather(Arguments &a)
             set_scale(formats[1], call, "scale", *scale, from.elements);
         else if (scale)
             set_scale_cache(formats[1], call, "scale", *scale, layout, desc.src, from.elements);
+        if (tensor_scale)
+            set_tensor_scale(formats[1], call, "tensor_scale", *tensor_scale);
         desc.dst.format = &formats[0], desc.src.format = &formats[1];
     }
     if (keep_padding)
@@ -750,18 +798,20 @@ struct StoreSide {
     {
         call.takes(name, *rows);
         call.takes(cache_name, *cache);
-        const Rows from = rows_of(name, *rows), to = rows_of(cache_name, *cache, layout);
+        const Rows from = rows_of(name, *rows), to = rows_of_cache(cache_name, *cache, layout, cache_dtype);
         from_table = from.table, to_table = to.table, bytes = from.bytes;
         const bool asked = cache_dtype != "auto" || scale || scale_cache;
         if (!converts(name, *rows, from, cache_name, *cache, to, asked))
             return;
         formats[0] = format_of(name, *rows, "auto"), formats[1] = format_of(cache_name, *cache, cache_dtype);
-        EXPECT(!scale || !scale_cache, scale_name, " and ", scale_cache_name, " are both given");
+        EXPECT(!scale || !scale_cache || to.bits == 4, scale_name, " and ", scale_cache_name, " are both given");
         EXPECT(scale_cache || !formats[1].scale_min, cache_dtype, " needs ", scale_cache_name);
         formats[1].scale_inverse |= how.inverse, formats[1].scale_power_of_two = how.power_of_two;
         formats[1].scale_min = how.least > 0 ? how.least : formats[1].scale_min;
         formats[1].nans = how.nans;
-        if (scale)
+        if (scale && scale_cache)
+            set_tensor_scale(formats[1], call, scale_name, *scale);
+        else if (scale)
             set_scale(formats[1], call, scale_name, *scale, to.elements);
         if (scale_cache)
             set_scale_cache(formats[1], call, scale_cache_name, *scale_cache, layout, to_table, to.elements);
@@ -869,13 +919,13 @@ void *const *pointers_of(const Call &call, const char *name, const Tensor &table
 }
 
 Side side_of(Call &call, const char *name, std::vector<Tensor> tensors, const char *layout_name, Text layout,
-             const char *table_name, const MaybeTensor &table, bool whole)
+             const char *table_name, const MaybeTensor &table, Text dtype)
 {
     EXPECT(!tensors.empty(), name, " has no tensors");
     Side side = {name, std::move(tensors), layout_of(layout_name, layout), {}, {}, nullptr, 0};
     const Tensor &first = side.tensors[0];
-    if (!whole)
-        side.rows = rows_of(name, first, side.layout);
+    if (!preset_named(dtype))
+        side.rows = rows_of_cache(name, first, side.layout, dtype);
     side.layers = static_cast<int64_t>(side.tensors.size());
     for (const Tensor &tensor : side.tensors) {
         call.takes_pinned(name, tensor);
@@ -972,9 +1022,9 @@ void transfer(Arguments &a)
     const Text dst_dtype = a.text(), src_dtype = a.text();
     const MaybeTensor dst_scale = a.maybe_tensor(), src_scale = a.maybe_tensor();
     const bool scale_inverse = a.boolean(), to_whole = preset_named(dst_dtype), from_whole = preset_named(src_dtype);
-    const Side to = side_of(call, "dst", std::move(dst), "dst_layout", dst_layout, "dst_layers", dst_layers, to_whole);
+    const Side to = side_of(call, "dst", std::move(dst), "dst_layout", dst_layout, "dst_layers", dst_layers, dst_dtype);
     const Side from =
-        side_of(call, "src", std::move(src), "src_layout", src_layout, "src_layers", src_layers, from_whole);
+        side_of(call, "src", std::move(src), "src_layout", src_layout, "src_layers", src_layers, src_dtype);
     EXPECT(to.layers == from.layers, "dst has ", to.layers, " layers, but src ", from.layers);
     kvprim_transfer_desc desc = {};
     desc.layers = static_cast<int32_t>(std::min<int64_t>(to.layers, INT32_MAX));
@@ -986,7 +1036,7 @@ void transfer(Arguments &a)
     }
     kvprim_format formats[2];
     desc.dst = to.rows.table, desc.src = from.rows.table;
-    desc.row_bytes = row_bytes(to.rows, from.rows, from.tensors[0]);
+    desc.row_bytes = row_bytes(to.rows, from.rows);
     const bool asked = dst_dtype != "auto" || src_dtype != "auto" || dst_scale || src_scale;
     if (converts("dst", to.tensors[0], to.rows, "src", from.tensors[0], from.rows, asked)) {
         formats[0] = format_of("dst", to.tensors[0], dst_dtype);
@@ -1122,6 +1172,133 @@ void slots(Arguments &a)
     desc.slot = slot.data, desc.slot_type = to.type, desc.count = to.count;
     desc.rejected = call.counter(rejected);
     call.run(kvprim_slots, kvprim_cuda_slots, desc);
+}
+
+/* ---- fetch ---- */
+
+/* The set that `memory` is, of so many states, hot rows, tokens and entries. */
+kvprim_fetch_set set_of(const Call &call, const Tensor &memory, const std::vector<int64_t> &sizes)
+{
+    call.takes("memory", memory);
+    EXPECT(memory.dtype == UINT8 && memory.is_contiguous(), "memory is ", memory.dtype, " with strides ",
+           strides_of(memory), ", not contiguous uint8");
+    EXPECT(sizes.size() == 4, "sizes has ", static_cast<int64_t>(sizes.size()), " numbers, not 4");
+    kvprim_fetch_set set = {};
+    set.memory = memory.data, set.bytes = memory.numel;
+    set.states = sizes[0], set.hot_rows = sizes[1], set.tokens = sizes[2], set.entries = sizes[3];
+    return set;
+}
+
+void fetch_reset(Arguments &a)
+{
+    const Tensor memory = a.tensor();
+    const std::vector<int64_t> sizes = a.integers();
+    const int64_t state = a.integer();
+    Call call(a, memory.device);
+    const kvprim_fetch_set set = set_of(call, memory, sizes);
+    call.start([&](const kvprim_cuda_launch *launch) {
+        return launch ? kvprim_cuda_fetch_reset(&set, state, launch) : kvprim_fetch_reset(&set, state);
+    });
+}
+
+/* Tokens of requests, [requests, tokens] or [requests, steps, tokens], packed but for the distance of rows. */
+const void *tokens_wanted(const Call &call, const char *name, const Tensor &tensor, int64_t count,
+                          kvprim_index_type &type, int64_t &each, int64_t &stride)
+{
+    call.takes(name, tensor);
+    const int64_t d = tensor.dims - 1;
+    EXPECT(tensor.dtype == INT32 || tensor.dtype == INT64, name, " is ", tensor.dtype, ", not int32 or int64");
+    EXPECT((d == 1 || d == 2) && tensor.size[0] == count, name, " has shape ", sizes_of(tensor), ", not [", count,
+           ", tokens] or [", count, ", steps, tokens], as state says");
+    EXPECT((tensor.size[d] <= 1 || tensor.stride[d] == 1) && (tensor.size[d - 1] <= 1 || tensor.stride[d - 1] > 0) &&
+               (d == 1 || count <= 1 || tensor.stride[0] == tensor.size[1] * tensor.stride[1]),
+           name, " has strides ", strides_of(tensor), ": a row must be packed, and rows at one distance");
+    const kvprim_index_type own = tensor.dtype == INT32 ? KVPRIM_I32 : KVPRIM_I64;
+    EXPECT(type == 0 || type == own, name, " is ", tensor.dtype, ", but wanted is not");
+    type = own, each = tensor.size[d], stride = tensor.size[d - 1] > 1 ? tensor.stride[d - 1] : 0;
+    return tensor.data;
+}
+
+/* A packed tensor of int32 of so many elements, which is written. */
+int32_t *numbers_of(const Call &call, const char *name, const MaybeTensor &tensor, int64_t count)
+{
+    if (!tensor)
+        return nullptr;
+    call.takes(name, *tensor);
+    EXPECT(tensor->dtype == INT32 && tensor->is_contiguous() && tensor->numel == count, name, " is ", tensor->dtype,
+           " of shape ", sizes_of(*tensor), ", not ", count, " packed int32");
+    return static_cast<int32_t *>(tensor->data);
+}
+
+/* K, or V: a table that may be pinned, and its hot one. Returns the bytes of a row. */
+int64_t set_fetched(Call &call, kvprim_table &hot, kvprim_table &table, const char *hot_name, const MaybeTensor &to,
+                    const char *name, const MaybeTensor &from, Layout layout)
+{
+    EXPECT(to.has_value() == from.has_value(), name, " and ", hot_name, " must both be tensors or both be None");
+    if (!to)
+        return 0;
+    call.takes(hot_name, *to);
+    call.takes_pinned(name, *from);
+    const Rows hot_rows = rows_of(hot_name, *to), rows = rows_of(name, *from, layout);
+    EXPECT(to->dtype == from->dtype && hot_rows.bytes == rows.bytes, "a row of ", hot_name, " is ", hot_rows.bytes,
+           " bytes of ", to->dtype, ", but one of ", name, " ", rows.bytes, " of ", from->dtype);
+    hot = hot_rows.table, table = rows.table;
+    return rows.bytes;
+}
+
+void fetch(Arguments &a)
+{
+    const Tensor memory = a.tensor();
+    const std::vector<int64_t> sizes = a.integers();
+    const Tensor state = a.tensor(), wanted = a.tensor();
+    const MaybeTensor rows = a.tensor(), k_hot = a.maybe_tensor(), k = a.maybe_tensor();
+    const MaybeTensor v_hot = a.maybe_tensor(), v = a.maybe_tensor();
+    const Layout layout = layout_of("layout", a.text());
+    const MaybeTensor pages = a.maybe_tensor();
+    kvprim_fetch_desc desc = {};
+    desc.page_rows = a.integer(), desc.pages_by_state = a.boolean();
+    const MaybeTensor fresh = a.maybe_tensor(), fresh_rows = a.maybe_tensor();
+    const MaybeTensor plan_src = a.maybe_tensor(), plan_dst = a.maybe_tensor();
+    const MaybeTensor hits = a.maybe_tensor(), misses = a.maybe_tensor(), rejected = a.maybe_tensor();
+    Call call(a, memory.device, false, a.integer());
+    desc.host_rows = a.integer();
+    desc.set = set_of(call, memory, sizes);
+    call.takes("state", state);
+    const Index states = index_of("state", state);
+    EXPECT(states.stride == 1, "state has stride ", states.stride, ", not 1");
+    desc.count = states.count, desc.state = states.data, desc.state_type = states.type;
+    desc.wanted = tokens_wanted(call, "wanted", wanted, desc.count, desc.wanted_type, desc.top_k, desc.wanted_stride);
+    desc.steps = static_cast<int32_t>(wanted.dims == 3 ? std::min<int64_t>(wanted.size[1], INT32_MAX) : 1);
+    if (fresh) {
+        EXPECT(fresh->dims == 2, "fresh has shape ", sizes_of(*fresh), ", not [requests, tokens]");
+        desc.fresh =
+            tokens_wanted(call, "fresh", *fresh, desc.count, desc.wanted_type, desc.fresh_count, desc.fresh_stride);
+    }
+    if (pages) {
+        kvprim_slots_desc like = {};
+        set_pages(like, call, *pages, std::nullopt);
+        call.takes("pages", *pages);
+        EXPECT(desc.pages_by_state || pages->size[0] == desc.count, "pages has shape ", sizes_of(*pages),
+               ", but state ", desc.count, " requests");
+        EXPECT(!desc.pages_by_state || pages->size[0] == desc.set.states, "pages has shape ", sizes_of(*pages),
+               ", but the set ", desc.set.states, " states");
+        desc.pages = like.pages, desc.pages_type = like.pages_type;
+        desc.max_pages = like.max_pages, desc.pages_stride = like.pages_stride;
+    } else {
+        EXPECT(desc.page_rows == 1 && !desc.pages_by_state, "page_rows is ", desc.page_rows, " and pages_by_state ",
+               text_of(int64_t(desc.pages_by_state)), ", but there are no pages");
+        desc.page_rows = 0;
+    }
+    desc.k_bytes = set_fetched(call, desc.k_hot, desc.k, "k_hot", k_hot, "k", k, layout);
+    desc.v_bytes = set_fetched(call, desc.v_hot, desc.v, "v_hot", v_hot, "v", v, layout);
+    const int64_t each = desc.fresh_count + desc.steps * desc.top_k;
+    desc.rows = numbers_of(call, "rows", rows, wanted.numel);
+    desc.fresh_rows = numbers_of(call, "fresh_rows", fresh_rows, desc.count * desc.fresh_count);
+    desc.plan_src = numbers_of(call, "plan_src", plan_src, desc.count * each);
+    desc.plan_dst = numbers_of(call, "plan_dst", plan_dst, desc.count * each);
+    desc.hits = call.counter(hits, "hits"), desc.misses = call.counter(misses, "misses");
+    desc.rejected = call.counter(rejected);
+    call.run(kvprim_fetch, kvprim_cuda_fetch, desc);
 }
 
 /* ---- prefix ---- */

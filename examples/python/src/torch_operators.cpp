@@ -4,6 +4,7 @@
    reference-counted object for each tensor. kvprim/__init__.py defines the operators. */
 #include "collectives.h"
 
+#include <array>
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -45,9 +46,15 @@ Dtype dtype_of(int32_t dtype)
         {torch_dtype_float8_e8m0fnu ? torch_dtype_float8_e8m0fnu()
                                     : static_cast<int32_t>(torch::headeronly::ScalarType::Float8_e8m0fnu),
          E8M0}};
-    for (const auto &[theirs, ours] : dtypes)
-        if (theirs == dtype)
-            return ours;
+    static const auto table = [] {
+        std::array<Dtype, 64> by_number = {};
+        for (const auto &[theirs, ours] : dtypes)
+            by_number[static_cast<size_t>(theirs)] = ours;
+        return by_number;
+    }();
+    const auto number = static_cast<size_t>(dtype);
+    if (number < table.size() && table[number].bits)
+        return table[number];
     return {255, static_cast<uint8_t>(8 * aoti_torch_dtype_element_size(dtype))};
 }
 
@@ -56,6 +63,29 @@ void delete_tensor(void *owner)
     aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(owner));
 }
 
+} // namespace
+
+/* Whether this is a dense tensor that has memory. Exported, for python_module.cpp. */
+extern "C" __attribute__((visibility("default"))) bool kvprim_torch_describe(AtenTensorHandle handle, void *out)
+{
+    Tensor &tensor = *static_cast<Tensor *>(out);
+    int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
+    int32_t dtype = 0, type = 0, index = 0;
+    if (aoti_torch_get_dim(handle, &dims) || aoti_torch_get_sizes(handle, &sizes) ||
+        aoti_torch_get_strides(handle, &strides) || aoti_torch_get_dtype(handle, &dtype) ||
+        aoti_torch_get_device_type(handle, &type) || aoti_torch_get_data_ptr(handle, &tensor.data))
+        return false;
+    const bool cuda = type == aoti_torch_device_type_cuda();
+    if (cuda && aoti_torch_get_device_index(handle, &index))
+        return false;
+    tensor.set_sizes(dims, sizes, strides);
+    tensor.dtype = dtype_of(dtype);
+    tensor.device = cuda ? index : type == aoti_torch_device_type_cpu() ? CPU : NO_DEVICE;
+    return true;
+}
+
+namespace
+{
 class TorchArguments final : public Arguments
 {
     StableIValue *next;
@@ -68,18 +98,7 @@ class TorchArguments final : public Arguments
         const auto handle = torch::stable::detail::to<AtenTensorHandle>(value);
         owned.push_back(handle);
         Tensor tensor;
-        int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
-        int32_t dtype = 0, type = 0, index = 0;
-        const bool known = !aoti_torch_get_dim(handle, &dims) && !aoti_torch_get_sizes(handle, &sizes) &&
-                           !aoti_torch_get_strides(handle, &strides) && !aoti_torch_get_dtype(handle, &dtype) &&
-                           !aoti_torch_get_device_type(handle, &type) && !aoti_torch_get_device_index(handle, &index) &&
-                           !aoti_torch_get_data_ptr(handle, &tensor.data);
-        EXPECT(known, "kvprim takes dense tensors that have memory");
-        tensor.set_sizes(dims, sizes, strides);
-        tensor.dtype = dtype_of(dtype);
-        tensor.device = type == aoti_torch_device_type_cuda()  ? index
-                        : type == aoti_torch_device_type_cpu() ? CPU
-                                                               : NO_DEVICE;
+        EXPECT(kvprim_torch_describe(handle, &tensor), "kvprim takes dense tensors that have memory");
         tensor.owner = handle;
         return tensor;
     }
@@ -210,6 +229,8 @@ void implement(torch::stable::detail::StableLibrary &m)
     m.impl("copy", &boxed<copy>);
     m.impl("unpack", &boxed<unpack>);
     m.impl("slots", &boxed<slots>);
+    m.impl("fetch", &boxed<fetch>);
+    m.impl("fetch_reset", &boxed<fetch_reset>);
     m.impl("all_reduce", &boxed<ordered<all_reduce>>);
     m.impl("reduce_scatter", &boxed<ordered<reduce_scatter>>);
     m.impl("all_gather", &boxed<ordered<all_gather>>);

@@ -142,11 +142,17 @@ def norms(r):
             out, total, after, alone = zeros(), zeros(), residual.clone(), zeros()
             small, scale = zeros(torch.float8_e4m3fn), torch.full((1,), 0.03, device="cuda")
             scales, each = torch.zeros((tokens, 1), device="cuda"), zeros(torch.float8_e4m3fn)
+            columns, grouped = torch.zeros((hidden // 128, tokens), device="cuda").t(), zeros(torch.float8_e4m3fn)
+            words = torch.zeros((tokens, (hidden + 511) // 512), dtype=torch.int32, device="cuda")
+            powers, group = zeros(torch.float8_e4m3fn), {"scale_group": 128}
             call = r.comm.all_reduce_norm
             r.together(lambda: call(out, send[r.rank], weight, residual=after, residual_out=after, sum=total),
                        lambda: call(alone, send[r.rank], weight, eps=1e-5, weight_plus_one=True),
                        lambda: call(None, send[r.rank], weight, quantised=small, scale=scale),
-                       lambda: call(None, send[r.rank], weight, quantised=each, scale=scales, scale_per_token=True))
+                       lambda: call(None, send[r.rank], weight, quantised=each, scale=scales, scale_per_token=True),
+                       lambda: call(None, send[r.rank], weight, quantised=grouped, scale=columns, **group),
+                       lambda: call(None, send[r.rank], weight, quantised=powers, scale=words, **group,
+                                    scale_power_of_two=True))
             s, added, y = norm_of(r, send, residual, weight, 1e-6)
             assert r.has_nccl or (torch.equal(total, s) and torch.equal(after, added)), (name, tokens, hidden)
             assert torch.allclose(total.float(), s.float(), rtol=1e-2, atol=1e-2), (name, tokens, hidden)
@@ -155,9 +161,17 @@ def norms(r):
             y = norm_of(r, send, None, weight, 1e-5, True)[2]
             assert torch.allclose(alone.float(), y, **near), (name, tokens, hidden, "alone")
             y = norm_of(r, send, None, weight, 1e-6)[2].to(dtype).float()
-            for got, by in ((small, scale), (each, scales)):
+            exponents = words.view(torch.uint8)[:, :hidden // 128].float() - 127
+            wide = lambda scales: scales.repeat_interleave(128, 1)
+            for got, by in ((small, scale), (each, scales), (grouped, wide(columns)), (powers, wide(2 ** exponents))):
                 assert torch.allclose(got.float() * by, y.clamp(-448 * by, 448 * by), rtol=0.15, atol=0.05), "fp8"
             assert torch.allclose(scales, y.abs().amax(-1, keepdim=True) / 448, rtol=2e-2), "scales"
+            least = y.view(tokens, -1, 128).abs().amax(-1) / 448
+            assert torch.allclose(columns, least, rtol=2e-2), "scales of groups"
+            assert (2 ** exponents >= 0.98 * least).all() and (2 ** exponents <= 2.04 * least).all(), "powers of two"
+            for words, given in (("scale_group is 64", {"scale_group": 64}), ("scale_group is -1", {"scale_group": -9}),
+                                 ("scale_power_of_two is set", {"scale_power_of_two": True})):
+                r.together(lambda: refused(words, call, out, send[r.rank], weight, **given))
 
 
 def exchanges(r):
@@ -317,9 +331,13 @@ def refusals(number, order):
                 ("quantised is uint8", None, x, row, {"quantised": x.to(torch.uint8)}),
                 ("scale is bfloat16", None, x, row, {"scale": row[:1]}),
                 ("scale is float32 of 2 elements|of 8", None, x, row, {"scale": torch.zeros(2),
-                                                                        "scale_per_token": True})):
+                                                                        "scale_per_token": True}),
+                ("scale is bfloat16", None, x, row, {"scale": x, "scale_group": 128}),
+                ("scale has shape [8]|not [8, 0]", None, x, row, {"scale": torch.zeros(8), "scale_group": 128}),
+                ("scale has shape [8, 1]|not [8, 0]", None, x, row, {"scale": torch.zeros(8, 1), "scale_group": 64})):
             options = dict(residual=None, residual_out=None, sum=None, quantised=None, scale=None, eps=1e-6,
-                           scale_per_token=False, scale_min=0.0, weight_plus_one=False)
+                           scale_per_token=False, scale_min=0.0, weight_plus_one=False, scale_group=0,
+                           scale_power_of_two=False)
             refused(words, call, "all_reduce_norm", out, send, weight, **{**options, **given})
     refused("comm is 4000", kvprim._eager.all_reduce, 4000, x, None, "sum")
     refused("comm is -1", kvprim.ops.all_reduce, -1, x, order=order)
@@ -495,9 +513,12 @@ def forks(comm):
             refused("belongs to process", comm.check)
             refused("belongs to process", comm.destroy)
             code = 0
+        except BaseException as error:
+            print(f"in the child: {type(error).__name__}: {error}", flush=True)
         finally:
             os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0, "the child"
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, f"the child ended with {status}"
     comm.all_reduce(x)
     torch.cuda.synchronize()
     assert (x == 1).all()

@@ -10,6 +10,7 @@ torch, prefixes of lists and arrays, and with numpy and TVM-FFI each operator on
 import array
 import contextlib
 import hashlib
+import itertools
 import os
 import pickle
 import statistics
@@ -36,7 +37,8 @@ except (ImportError, OSError, RuntimeError):
 
 WHOLE_FORMATS = (  # name, bytes of a token, elements: quantised, copied, in a tile; whether powers of two; least scale
     ("fp8_ds_mla", 656, 512, 64, 128, True, 1e-4), ("fp8_ds_mla_sglang", 656, 512, 64, 128, False, 2.0 ** -126),
-    ("fp8_ds_mla_v4", 584, 448, 64, 64, True, 1e-4 / 448), ("fp8_indexer", 132, 128, 0, 128, False, 1e-4 / 448),
+    ("fp8_ds_mla_v4", 584, 448, 64, 64, True, 1e-4 / 448), ("fp8_ds_mla_v41", 528, 512, 0, 32, True, 1e-4 / 448),
+    ("fp8_indexer", 132, 128, 0, 128, False, 1e-4 / 448),
     ("fp8_indexer_ue8m0", 132, 128, 0, 128, True, 1e-4 / 448))
 
 # ---- caches of 40 pages of 16 rows, which have 4 heads of 64 elements ----------------------------------------
@@ -399,6 +401,194 @@ def computed_scales(device):
     assert torch.equal(power.view(SLOTS, 8)[slot[keep]].float(), expected), "float8_e8m0fnu, two for each head"
 
 
+def halves(x, name):
+    """x, divided by its scale, as elements of 4 bits, two to a byte."""
+    if name == "int4":
+        code = x.nan_to_num().round().clamp(-7, 7).int() & 15
+    else:
+        between, least = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], device=x.device), x.abs()[..., None]
+        up = (least > between) | ((least == between) & (torch.arange(7, device=x.device) % 2 == 1))  # ties to even
+        code = up.sum(-1).int() | torch.signbit(x).int() << 3
+    code = code.masked_fill(x.isnan(), 0).view(*x.shape[:-1], -1, 2)
+    return (code[..., 0] | code[..., 1] << 4).byte()
+
+
+def wholes(stored, name, scale, dtype):
+    """The numbers that such bytes stand for, times their scales."""
+    code = torch.stack((stored & 15, stored >> 4), -1).flatten(-2).long()
+    table = torch.arange(16) - 16 * (torch.arange(16) > 7) if name == "int4" else torch.tensor(
+        [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    return (table.float().to(stored.device)[code] * scale).to(dtype)
+
+
+def four_bits(device):
+    """Two elements in a byte: without scales, a scale for all or each head, and NVFP4's scales of 8 bits."""
+    k, v = (with_edges(random_like(100, HEADS, DIM, device=device)) for _ in "kv")
+    one, each = torch.full((), 0.37, device=device), torch.rand(HEADS, device=device) + 0.1
+    slot, rejected = some_slots(100, device), counter(device)
+    keep = slot >= 0
+    for layout in ("rows", "NHD", "HND"):
+        cells = place(slot[keep], layout)
+        for name in ("fp4_e2m1", "int4"):
+            cached = [torch.zeros((*c.shape[:-1], DIM // 2), dtype=torch.uint8, device=device)
+                      for c in caches(device, layout)]
+            nans = counter(device)
+            for k_scale, v_scale in ((one, each), (None, one.view(1))):
+                ops.store(k, v, *cached, slot, layout, cache_dtype=name, k_scale=k_scale, v_scale=v_scale, nans=nans)
+                for cache, rows, scale in zip(cached, (k, v), (k_scale, v_scale)):
+                    scale = torch.ones((), device=device) if scale is None else scale
+                    column = scale[:, None] if scale.numel() > 1 else scale
+                    want = halves(rows[keep].float() / column, name)
+                    assert torch.equal(cache[cells], want), (layout, name)
+                    got = ops.gather_new(cache, slot, layout, cache_dtype=name, scale=scale, dtype=k.dtype)
+                    back = torch.zeros_like(k)
+                    back[keep] = wholes(want, name, column, k.dtype)
+                    assert torch.equal(bits(got), bits(back)), (layout, name)
+            assert nans.item() == 2 * sum(rows[keep].isnan().sum().item() for rows in (k, v)), "NaNs that became 0"
+        tiles = HEADS if layout == "HND" else HEADS * DIM // 16
+        for dtype in (torch.float8_e4m3fn, torch.float16, torch.float32):
+            scales, whole = scales_like(device, layout, tiles, dtype), torch.full((1,), 0.02, device=device)
+            cached[0].zero_()
+            ops.store(k, None, cached[0], None, slot, layout, cache_dtype="fp4_e2m1", k_scale_cache=scales,
+                      k_scale=whole, rejected=rejected)
+            rows = k[keep].float().view(-1, tiles, HEADS * DIM // tiles)
+            largest = rows.nan_to_num(0, torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max).abs().amax(-1)
+            exact = (largest / torch.full_like(largest, 6) / whole).clamp(2.0 ** -126, 2.0 ** 127)
+            want = exact.clamp(max=torch.finfo(dtype).max).to(dtype)
+            assert torch.equal(scales[cells].view(want.shape).float(), want.float()), (layout, dtype, "scales")
+            column = (want.float() * whole)[..., None]
+            stored = halves(torch.where(column == 0, 0, rows / column), "fp4_e2m1")
+            clean = ~(rows.isnan() | rows.isinf() | (column == 0)).any(-1).any(-1)
+            assert torch.equal(cached[0][cells].view(stored.shape)[clean], stored[clean]), (layout, dtype, "values")
+            got = ops.gather_new(cached[0], slot[keep], layout, cache_dtype="fp4_e2m1", scale=scales,
+                                 tensor_scale=whole, dtype=k.dtype)
+            back = wholes(cached[0][cells].view(stored.shape), "fp4_e2m1", column, k.dtype).view(got.shape)
+            assert torch.equal(bits(got)[clean], bits(back)[clean]), (layout, dtype, "back")
+    layers, small = caches(device, "HND", 3), [torch.zeros((PAGES, HEADS, PAGE, DIM // 2), dtype=torch.uint8,
+                                                           device=device) for _ in range(3)]
+    ops.transfer(small, layers, None, None, "HND", "HND", dst_dtype="int4", dst_scale=one)
+    assert torch.equal(torch.stack(small), halves(torch.stack(layers).float() / one, "int4")), "transfer"
+    ops.transfer(layers, small, None, None, "HND", "HND", src_dtype="int4", src_scale=one)
+    assert torch.equal(torch.stack(layers), wholes(torch.stack(small), "int4", one, k.dtype)), "transfer back"
+    fp4 = {"cache_dtype": "fp4_e2m1"}
+    refused("a row of k has 256|k_cache 1024", ops.store, k, None, layers[0].view(torch.uint8), None, slot, "HND",
+            **fp4)
+    refused("k_cache is bfloat16|fp4_e2m1", ops.store, k, None, layers[0][..., ::2].contiguous(), None, slot, "HND",
+            **fp4)
+    refused("tensor_scale is given", ops.gather, k, small[0], slot, "HND", tensor_scale=whole, **fp4)
+    refused("tensor_scale is float32 of 4 elements", ops.gather, k, small[0], slot, "HND", scale=scales,
+            tensor_scale=each, **fp4)
+    refused("k_scale is float32 of 4 elements", ops.store, k, None, small[0], None, slot, "HND", k_scale=each,
+            k_scale_cache=scales, **fp4)
+    refused("k_scale_cache is int8|not float32, float8_e4m3fn, float16 or", ops.store, k, None, small[0], None, slot,
+            "HND", k_scale_cache=scales_like(device, "HND", HEADS, torch.int8), **fp4)
+    refused("k_scale_cache is float16|not float32 or", ops.store, k, None, layers[0].to(torch.float8_e4m3fn), None,
+            slot, "HND", k_scale_cache=scales.half())
+
+
+def fetches(device):
+    """Three requests of four states: what is hot afterwards is what they want, and only what was not hot moved."""
+    pin = device == "cuda"
+    hot_rows, tokens, top_k, rows = 24, 64, 8, 300
+    on = lambda *values, dtype=torch.int32: torch.tensor(values, dtype=dtype, device=device)
+    k, v = (torch.randn(rows, HEADS, DIM).to(torch.bfloat16) for _ in "kv")
+    k, v = (t.pin_memory() if pin else t for t in (k, v[..., :DIM // 2].contiguous()))
+    k_hot, v_hot = (torch.zeros((4 * hot_rows, *t.shape[1:]), dtype=t.dtype, device=device) for t in (k, v))
+    sets = ops.FetchSet(4, hot_rows, tokens, 24, device)
+    pages = torch.randperm(rows // 4)[:3 * 16].view(3, 16).to(device)
+    state, counters = on(2, 0, 3), [counter(device) for _ in range(3)]
+    hits, misses, rejected = counters
+    last = [set() for _ in range(3)]  # the tokens of the last call, which are still hot
+    for step in range(12):
+        wanted = torch.stack([torch.stack([torch.randperm(tokens)[:top_k] for _ in range(2)]) for _ in range(3)])
+        wanted[step % 3, 0, 3], wanted[0, 1, 1] = -1, tokens + 5 if step == 4 else 7
+        got = torch.full((3, 2, top_k), -2, dtype=torch.int32, device=device)
+        plan = [torch.zeros(3 * 2 * top_k, dtype=torch.int32, device=device) for _ in range(2)]
+        for one in counters:
+            one.zero_()
+        sets.fetch(state, wanted.to(device), got, k_hot, k, v_hot, v, pages=pages, page_rows=4, plan_src=plan[0],
+                   plan_dst=plan[1], hits=hits, misses=misses, rejected=rejected)
+        right = (wanted >= 0) & (wanted < tokens)
+        assert torch.equal(got.cpu() >= 0, right), f"rows of step {step}"
+        page = pages.cpu()[torch.arange(3)[:, None, None], wanted.clamp(0, tokens - 1) // 4]
+        source = page * 4 + wanted.clamp(min=0) % 4
+        for hot, whole in ((k_hot, k), (v_hot, v)):
+            assert torch.equal(hot.cpu()[got.cpu()[right].long()], whole[source[right]]), f"bytes of step {step}"
+        of = got.cpu() // hot_rows
+        assert torch.equal(of[right], state.cpu()[:, None, None].expand_as(of)[right]), "rows of each state"
+        moved = plan[0][plan[0] >= 0]
+        assert moved.numel() == misses.item() and rejected.item() == (step == 4), f"counters of step {step}"
+        assert misses.item() + hits.item() == right.sum().item(), "each is a hit or a miss"
+        for i in range(3):
+            now = {t for t in wanted[i].flatten().tolist() if 0 <= t < tokens}
+            again = {s.item() for s in moved} & {source[i].flatten()[j].item() for j, t in enumerate(
+                wanted[i].flatten().tolist()) if t in last[i] and t >= 0}
+            assert not again, "what was just hot is not fetched"
+            last[i] = now
+    sets.reset(0)
+    alone, fresh_rows = torch.zeros((1, 2), dtype=torch.int32, device=device), torch.zeros((1, 3), dtype=torch.int32,
+                                                                                           device=device)
+    misses.zero_()
+    sets.fetch(on(0), on(5, 9).view(1, 2), alone, k_hot, k, fresh=on(1, 5, 2).view(1, 3), fresh_rows=fresh_rows,
+               misses=misses)
+    assert fresh_rows.tolist() == [[0, 1, 2]] and alone.tolist() == [[1, 3]] and misses.item() == 1, "fresh rows"
+    planned = ops.FetchSet(4, hot_rows, tokens, 24, device)
+    planned.fetch(on(0), on(5, 9).view(1, 2), alone, host_rows=rows)
+    assert alone.tolist() == [[0, 1]], "a plan alone"
+    fetch = sets.fetch
+    refused("out of range", ops.FetchSet, 4, 0, tokens, 24, device)
+    refused("state is 4", sets.reset, 4)
+    refused("wanted is float32", fetch, on(0), torch.zeros((1, 2), device=device), alone, k_hot, k)
+    refused("wanted has shape [2, 1]|not [1, tokens]", fetch, on(0), on(5, 9).view(2, 1), alone, k_hot, k)
+    refused("fresh is int64|wanted is not", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k,
+            fresh=on(1, dtype=torch.int64).view(1, 1), fresh_rows=alone[:, :1])
+    refused("rows is int32 of shape [1, 3]|not 2 packed", fetch, on(0), on(5, 9).view(1, 2), fresh_rows, k_hot, k)
+    refused("rows is int64", fetch, on(0), on(5, 9).view(1, 2), alone.long(), k_hot, k)
+    refused("k and k_hot must both", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot)
+    refused("a row of v_hot is 512 bytes|one of v 256", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, k_hot, v)
+    refused("page_rows is 4|no pages", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, page_rows=4)
+    refused("pages has shape [3, 16]|state 1 requests", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, pages=pages,
+            page_rows=4)
+    refused("plan_src is NULL", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, plan_dst=alone.view(2))
+    refused("misses is int64|one int32", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k, misses=on(0).long())
+    refused("top_k is 25", fetch, on(0), torch.zeros((1, 25), dtype=torch.int32, device=device), alone.new_zeros(25),
+            k_hot, k)
+    if pin:
+        refused("k is in pageable memory", fetch, on(0), on(5, 9).view(1, 2), alone, k_hot, k.clone())
+
+
+def layouts_by_name(device):
+    """Views of every order of the dimensions against torch's permutations, and names of engines."""
+    sizes = {"L": 2, "B": 5, "H": 4, "N": 8, "2": 2, "C": 16}
+    count = 2 * 5 * 4 * 8 * 2 * 16
+    orders = ["".join(o) + "C" for letters in ("LBHN", "LBHN2") for o in itertools.permutations(letters)]
+    names = {"flashinfer_hnd": "LB2HNC", "sglang_mha": "2LBNHC", "trtllm": "BL2HNC", "KV_MLA_FMT": "BLNH2C",
+             "NL_X_NB_TWO_NH_BS_HS": "LB2HNC", **{order: order for order in orders}}
+    memory = torch.arange(count + 3, dtype=torch.int32, device=device)[3:]
+    for name, order in names.items():
+        order = order if "2" in order else order[:-1] + "2C"
+        expected = memory.view([sizes[letter] for letter in order]).permute([order.index(x) for x in "L2BHNC"])
+        got = torch.stack([torch.stack(pair) for pair in ops.layout(name, memory, 8, 4, 16, layers=2)])
+        assert torch.equal(got, expected), name
+    cache = torch.zeros(6 * 8 * 4 * 24, dtype=torch.bfloat16, device=device)
+    (k, v), = ops.layout("LBHNC", cache, 8, 4, 16, 8)
+    assert torch.equal(k, cache.view(6, 4, 8, 24)[..., :16]) and v.data_ptr() == k.data_ptr() + 32, "K beside V"
+    rows, other, slot = random_like(7, 4, 16, device=device), random_like(7, 4, 8, device=device), torch.randperm(
+        48, device=device)[:7]
+    ops.store(rows, other, k, v, slot, "HND")
+    place = cache.view(6, 4, 8, 24)[slot // 8, :, slot % 8]
+    assert torch.equal(place, torch.cat((rows, other), -1)), "a store by a layout's name"
+    (k, v), = ops.layout("LBNHC", cache, 8, 1, 24 * 4, 0)
+    assert v is None and k.shape == (6, 1, 8, 96), "without V"
+    refused("'LBNHX' is neither a name", ops.layout, "LBNHX", cache, 8, 4, 16, 8)
+    refused("cache has 4600 elements|multiple of 768", ops.layout, "LBNHC", cache[:4600], 8, 4, 16, 8)
+    refused("cache has 100 elements|multiple of 768", ops.layout, "LBNHC", cache[:100], 8, 4, 16, 8)
+    refused("cache has shape (2304,) and strides (2,)", ops.layout, "LBNHC", cache[::2], 8, 4, 16, 8)
+    refused("layers is -1", ops.layout, "LBNHC", cache, 8, 4, 16, 8, -1)
+    refused("page_rows is 0", ops.layout, "LBNHC", cache, 0, 4, 16, 8)
+    refused("fp8_ds_mla' has its own", ops.layout, "fp8_ds_mla", cache, 8, 4, 16, 8)
+
+
 def whole_formats(device):
     """Caches that hold their scales: each byte of the cache, and what a gather and a transfer give."""
     for name, token, quantised, copied, tile, power, least in WHOLE_FORMATS:
@@ -424,8 +614,9 @@ def whole_formats(device):
                 page[r * size + (528 if token == 656 else quantised):][:2 * copied] = v[i].view(torch.uint8)
             if token == 656:
                 page[r * size + 512:r * size + 528] = scale[i].view(torch.uint8)
-            elif name == "fp8_ds_mla_v4":
-                page[64 * size + r * 8:64 * size + r * 8 + 7] = ((scale[i].view(torch.int32) >> 23) & 255).byte()
+            elif name.startswith("fp8_ds_mla_v4"):
+                begin, scales = 64 * size + r * (8 if copied else 16), quantised // tile
+                page[begin:begin + scales] = ((scale[i].view(torch.int32) >> 23) & 255).byte()
             else:
                 page[64 * size + r * 4:64 * size + r * 4 + 4] = scale[i].view(torch.uint8)
         assert torch.equal(whole, before), f"{name}: bytes"
@@ -654,6 +845,12 @@ def opchecks(device):
     tokens = {"request": request, "position": request}
     check(ops.ops.slots, (index, pages, PAGE, SLOTS), tokens)
     check(ops.ops.unpack, (cache, rows, torch.tensor([[0, 64, 512]])))
+    half, eight = small[0][..., :DIM // 2].contiguous(), scales_like(device, layout, HEADS, torch.float16)
+    check(ops.ops.gather, (rows, half, index, layout),
+          {"cache_dtype": "fp4_e2m1", "scale": eight, "tensor_scale": scale[:1].clone()})
+    sets, wanted = ops.FetchSet(2, 8, 16, 8, device), torch.arange(4, dtype=torch.int32, device=device).view(1, 4)
+    table = random_like(16, HEADS, DIM, device=device)
+    check(ops.ops.fetch, (sets.memory, sets.sizes, wanted[0, :1], wanted, wanted + 1, table + 1, table))
 
 
 def step_of():
@@ -877,7 +1074,19 @@ class Dispatched:
         ops._compiling = lambda: True
 
     def __exit__(self, *_):
-        ops._compiling = torch.compiler.is_compiling
+        ops._compiling = torch.compiler.is_dynamo_compiling
+
+
+class ByDLPack:
+    """Describes tensors as with a torch in whose objects nothing is found."""
+
+    def __enter__(self):
+        found = list(ops._setup)
+        found[4] = found[6] = 1
+        assert not ops._eager.setup(*found)
+
+    def __exit__(self, *_):
+        ops._eager.setup(*ops._setup)
 
 
 def prefixes(device):
@@ -956,9 +1165,9 @@ def ffi_operators(device):
               of(count), False)
     assert (cache == expected[0]).all() and (other == expected[1]).all() and count[0] == 1, "store"
     out, half = numpy.ones_like(k), numpy.ones(k.shape, dtype=numpy.float16)
-    ffi.gather(of(out), of(cache), of(slot), "NHD", "auto", None, 0, False, None, False)
+    ffi.gather(of(out), of(cache), of(slot), "NHD", "auto", None, 0, False, None, False, None)
     assert (out[:20] == k[:20]).all() and not out[20:].any(), "gather"
-    ffi.gather(of(half), of(cache), of(slot), "NHD", "auto", None, 0, True, None, False)
+    ffi.gather(of(half), of(cache), of(slot), "NHD", "auto", None, 0, True, None, False, None)
     assert (half[:20] == k[:20].astype(numpy.float16)).all() and (half[20:] == 1).all(), "converts, keeps padding"
     moved = [numpy.zeros_like(cache) for _ in "ab"]
     ffi.transfer([of(one) for one in moved], [of(cache), of(other)], None, None, "rows", "rows", None, None, False, 0,
@@ -982,7 +1191,8 @@ def ffi_operators(device):
     refused("b is float64", ffi.prefix, of(a), of(a.astype(float)))
     refused("b has stride 2", ffi.prefix, of(a), of(a[::2]))
     refused("a is int32|b int64", ffi.prefix, of(a.astype(numpy.int32)), of(a))
-    refused("index is float32", ffi.gather, of(out), of(cache), of(k), "NHD", "auto", None, 0, False, None, False)
+    refused("index is float32", ffi.gather, of(out), of(cache), of(k), "NHD", "auto", None, 0, False, None, False,
+            None)
     refused("KVPRIM_ERROR_OVERLAP", ffi.copy, [of(out)], [of(out)])
     refused("argument is missing", ffi.copy, [of(out)])
     for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_gatherv", "all_to_all", "all_to_allv",
@@ -1025,8 +1235,8 @@ def imports(device):
 
 def run_tests():
     """Returns how many failed."""
-    everywhere = (gathers, stores, transfers, copies, every_conversion, scaled_caches, computed_scales, whole_formats,
-                  scaled_transfers, slots_of, refusals)
+    everywhere = (gathers, stores, transfers, copies, every_conversion, scaled_caches, computed_scales, four_bits,
+                  whole_formats, scaled_transfers, slots_of, fetches, refusals)
     of_graphs, on_gpu = (opchecks, compiles, one_pool), (graphs, pinned_temporaries, streams, devices)
     runs, skipped = [("lists and arrays", (prefixes, block_keys), None)], 0
     if numpy and tvm_ffi:
@@ -1038,10 +1248,12 @@ def run_tests():
         print("skip operators: python3 has no torch")
         skipped += 1
     else:
-        runs += [("tensors", (imports,), None), ("cpu", (tensor_prefixes, *everywhere), None),
+        runs += [("tensors", (imports,), None), ("cpu", (tensor_prefixes, layouts_by_name, *everywhere), None),
+                 ("cpu, by DLPack", (gathers, stores, copies), ByDLPack),
                  ("cpu, dispatched", everywhere + of_graphs, Dispatched)]
         if torch.cuda.is_available() and ops.has_cuda:
-            runs += [("cuda", (tensor_prefixes, *everywhere, *on_gpu), None),
+            runs += [("cuda", (tensor_prefixes, layouts_by_name, *everywhere, *on_gpu), None),
+                     ("cuda, by DLPack", (gathers, stores, copies), ByDLPack),
                      ("cuda, dispatched", everywhere + of_graphs + on_gpu, Dispatched)]
         else:
             print("skip operators on a GPU:", "torch finds none" if ops.has_cuda else "kvprim was built without nvcc")
