@@ -26,38 +26,20 @@
        >>config      macros that you may define
        >>gpu_move    gather, store, slots, transfer, unpack, unpack_meta, copy, fetch, and checked moves
        >>device      device functions for your own kernels: where rows lie, copies by a warp
-       >>impl        the implementation:
-           >>impl_device          loads, stores and dependent launch in PTX; divisors
-           >>impl_row_kernels     gather and store of plain rows: where a row starts, `rejected`, zero fill, tails
-           >>impl_move_find       all other moves: parameters, where a row starts, `rejected`
-           >>impl_move_kernels    ... once, any number, pipelined on few multiprocessors; short units over the link
-           >>impl_convert_elements  elements in registers: decode, scale, encode
-           >>impl_convert_rows    gather and store of plain rows that convert: parameters, addresses, octets
-           >>impl_convert_kernels   their kernels
-           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
-           >>impl_meta_kernel     the same for fragments whose descriptors the GPU reads
-           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
-           >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
-           >>impl_row_plan        which kernel of plain rows, and its parameters
-           >>impl_convert_plan    the same for plain rows that convert: which moves, and all parameters but
-           >>impl_convert_shape       ... how threads share rows; the launch
-           >>impl_move_plan       the same for all other moves, and the copy engine
-           >>impl_move_lists      ... of device layers and indices of the host
-           >>impl_move_batches    ... of several moves in a launch
-           >>impl_move_lines      ... of short units over the link
-           >>impl_convert_moves   all other moves that convert: parameters, elements in memory
-           >>impl_convert_spans   ... their kernel
-           >>impl_convert_move_plan   which parameters it gets
-           >>impl_run             the table: which plan and which kernel a call takes
-           >>impl_unpack_survey   what fragments or copies have in common
-           >>impl_unpack_host     their records in a launch's parameters
-           >>impl_unpack_run      one launch or several, or CUDA's own copy; the checks
-           >>impl_meta_host       the grid for fragments whose descriptors the GPU reads
-           >>impl_slots           page tables into slots: the kernel and its parameters
-           >>impl_fetch           lookup, eviction and copies in one launch: what a request's entries do
-           >>impl_fetch_slots     ... the slots that they take
-           >>impl_fetch_kernel    ... requests, copies, the kernel, its parameters
-           >>impl_calls           the public functions
+       >>impl        the implementation; of each kind of call first its kernels, then which of them it takes:
+           what all use    >>impl_device (loads, stores, divisors)   >>impl_launch (errors, kinds of memory)
+                           >>impl_debug   >>impl_run (the table: which plan and which kernel a call takes)
+           plain rows      >>impl_row_kernels   >>impl_row_plan
+           all other moves >>impl_move_find   >>impl_move_kernels   >>impl_move_plan (also the copy engine)
+                           >>impl_move_lists (device layers, host's indices)   >>impl_move_batches (several moves)
+                           >>impl_move_lines (short units over the link)
+           conversions     >>impl_convert_elements (in registers)
+           ... plain rows  >>impl_convert_rows   >>impl_convert_kernels   >>impl_convert_plan   >>impl_convert_shape
+           ... other moves >>impl_convert_moves   >>impl_convert_spans   >>impl_convert_move_plan
+           fragments       >>impl_unpack_kernels   >>impl_unpack_survey   >>impl_unpack_host   >>impl_unpack_run
+           ... that the GPU reads   >>impl_meta_kernel   >>impl_meta_host
+           slots, fetch    >>impl_slots   >>impl_fetch (entries)   >>impl_fetch_slots   >>impl_fetch_kernel
+           the functions   >>impl_calls
 
    In kvprim.h: all checks of descriptors (>>impl_check), the index rule and the page arithmetic (>>impl_rows), and what
    a new element type touches (>>impl_elements).
@@ -5988,8 +5970,7 @@ KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_
 KVPRIM_DEVICE void kvpc_load_slots(const kvpc_fetch_state &s, kvpc_entries *x)
 {
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (x->slot[k] = -1, x->token[k] >= 0)
-            x->slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k]));
+        x->slot[k] = x->token[k] >= 0 ? kvpc_load_new((uintptr_t)kvpc_at(s.map, x->token[k])) : -1;
 }
 
 KVPRIM_DEVICE void kvpc_check_slots(const kvpc_fetch &p, kvpc_entries *x)
@@ -6016,8 +5997,7 @@ KVPRIM_DEVICE void kvpc_use_slots(const kvpc_fetch_state &s, const kvpc_entries 
 KVPRIM_DEVICE void kvpc_load_log(const kvpc_fetch &p, const kvpc_fetch_state &s, uint32_t at, int32_t *slot)
 {
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-        if (slot[k] = -1, k < p.each && at + k < s.base)
-            slot[k] = kvpc_load_new((uintptr_t)kvpc_at(s.log, (int32_t)(at + k)));
+        slot[k] = k < p.each && at + k < s.base ? kvpc_load_new((uintptr_t)kvpc_at(s.log, (int32_t)(at + k))) : -1;
 }
 
 /* >>impl_fetch_slots
@@ -6032,8 +6012,7 @@ KVPRIM_DEVICE uint32_t kvpc_read_log(const kvpc_fetch &p, kvpc_fetch_block *b, k
         int32_t stamp[kvpc_fetch_each], next[kvpc_fetch_each];
         uint32_t own = 0;
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
-            if (stamp[k] = -1, (uint32_t)slot[k] < p.hot_rows)
-                stamp[k] = kvpc_load_new((uintptr_t)kvpc_at(s->stamp, slot[k]));
+            stamp[k] = (uint32_t)slot[k] < p.hot_rows ? kvpc_load_new((uintptr_t)kvpc_at(s->stamp, slot[k])) : -1;
         kvpc_load_log(p, *s, at + p.span, next);
         for (uint32_t k = 0; k < kvpc_fetch_each; k++)
             own += stamp[k] == (int32_t)(at + k);
@@ -6093,9 +6072,9 @@ KVPRIM_DEVICE void kvpc_find_hosts(const kvpc_fetch &p, const kvpc_fetch_state &
     const uint64_t pages = p.pages + (p.pages_by_state ? s.number : s.request) * p.pages_step;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t in_pages = kvpc_divide((uint32_t)x.token[k], p.by_page);
-        if (page[k] = -1, x.owns[k] && x.first + k >= p.first_wanted && (!p.by_page.by || in_pages < p.max_pages))
-            page[k] =
-                p.by_page.by ? kvpc_load_number(pages + (p.pages_wide ? 8 : 4) * (uint64_t)in_pages, p.pages_wide) : 0;
+        page[k] = !x.owns[k] || x.first + k < p.first_wanted || (p.by_page.by && in_pages >= p.max_pages) ? -1
+                  : p.by_page.by ? kvpc_load_number(pages + (p.pages_wide ? 8 : 4) * (uint64_t)in_pages, p.pages_wide)
+                                 : 0;
     }
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         const uint32_t in_page =
@@ -6114,8 +6093,7 @@ KVPRIM_DEVICE bool kvpc_claim(const kvpc_fetch &p, const kvpc_fetch_state &s, kv
     bool repeat = false;
     for (uint32_t k = 0; k < kvpc_fetch_each; k++) {
         x->owns[k] = x->token[k] >= 0 && x->slot[k] < 0;
-        if (claim[k] = -1, x->owns[k])
-            claim[k] = atomicMax(kvpc_at(s.map, x->token[k]), INT32_MAX - (int32_t)(x->first + k));
+        claim[k] = x->owns[k] ? atomicMax(kvpc_at(s.map, x->token[k]), INT32_MAX - (int32_t)(x->first + k)) : -1;
     }
     kvpc_find_hosts(p, s, *x, host);
     for (uint32_t k = 0; k < kvpc_fetch_each; k++)
@@ -6425,9 +6403,8 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
         p.aligned |= (uint32_t)kvpc_fill_listed(call, m, &slice, part) << (part - p.part);
         const uint64_t unit = part->task.unit_bytes;
         kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 1024 ? 4 : 5, kvpc_fetch_loads);
-        if (part->total >= (uint64_t)1 << 31)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes 2^31 pieces or more", call->function,
-                               m->names->row_bytes, (long long)m->row_bytes);
+        KVPRIM_REFUSE(part->total >= (uint64_t)1 << 31, SIZE, "%s: %s is %lld, which makes 2^31 pieces or more",
+                      call->function, m->names->row_bytes, (long long)m->row_bytes);
     }
     const uint64_t wanted = p.count + (p.parts ? (uint64_t)kvpc_fetch_copiers : 0);
     const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors();
