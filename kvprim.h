@@ -694,8 +694,8 @@ typedef struct kvprim_fetch_desc {
    somewhat more. 0 if one of them is out of range. */
 KVPRIM_API size_t kvprim_fetch_state_bytes(const kvprim_fetch_set *set);
 
-/* Makes a state empty, for a new request; state -1: all states, before the first call. A copy of a set's memory is the
-   same set: CPU and GPU use it in the same way, except for its first bytes, which calls need while they run.
+/* Makes a state empty, for a new request; state -1: all states, before the first call. A copy of all of a set's memory
+   is the same set, on CPU and GPU: its first bytes count launches, which the list after them names.
    Errors: NULL, SIZE (names the field and the values), ARGUMENT (memory that is not aligned, reserved). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch_reset(const kvprim_fetch_set *set, int64_t state);
 
@@ -5420,7 +5420,7 @@ KVPRIM_API kvprim_status kvprim_fetch(const kvprim_fetch_desc *desc)
     f.list = (int32_t *)((char *)f.d.set.memory + f.layout.list);
     uint32_t *const words = (uint32_t *)f.d.set.memory; /* the first one of 8 bytes counts launches in its upper half */
     f.busy = words + 2 * kvpi_fetch_words;
-    f.launch = ++words[1];
+    f.launch = ++words[1] ? words[1] : ++words[1]; /* 0 is what a reset leaves in the list */
     memset(words + 2, 0, 8 * (kvpi_fetch_words - 1));
     for (int64_t request = 0; request < f.d.count; request++)
         kvpi_fetch_request(&f, request);
@@ -6111,8 +6111,8 @@ static kvprim_status kvpi_check_keys(const kvprim_keys_desc *d)
     if (blocks == 0)
         return KVPRIM_OK;
     const int64_t most = rule->extra == 2 ? n : blocks; /* more cannot ascend, and their bytes could wrap */
-    KVPRIM_REFUSE(d->extra_count > most, SIZE, "kvprim_keys: extra_count is %lld, more than %lld",
-                  (long long)d->extra_count, (long long)most);
+    KVPRIM_REFUSE(d->extra_count > most, SIZE, "kvprim_keys: extra_count is %lld, more than the %lld %s",
+                  (long long)d->extra_count, (long long)most, rule->extra == 2 ? "tokens of all blocks" : "blocks");
     const char *const null = !d->tokens                        ? "tokens"
                              : !d->keys                        ? "keys"
                              : !d->parent && xxhash            ? "parent"

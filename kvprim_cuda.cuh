@@ -1780,7 +1780,7 @@ typedef struct kvpc_route {
     uint32_t octet;                 /* the number of the first octet in the row */
     uint32_t octets;
     uint32_t edges; /* bytes of a row whose edges are fetched first, or 0 */
-    uint32_t how;   /* of few tiles kvpc_convert's; the three above then have the bits of `limits` */
+    uint32_t how;   /* of few tiles: kvpc_convert's; octet, octets and edges are then the bits of `limits` */
 } kvpc_route;
 
 /* How plain rows convert. The lowest bits are a kvpc_dependence: what is in a register since the kernel's begin does
@@ -1823,8 +1823,9 @@ typedef struct kvpc_convert {
 
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, 1 << lanes_shift (up to 32) for each
    tile, and, where V's words are only copied, as many more as these. Other blocks move V if it has tiles, too.
-   Of few tiles, with an octet for each thread, k_threads of a row's row_threads move K, and those from there to v_words
-   V; src[1] and src_stride[1] are what V's exceed K's by. 1 to 64 rows so take 0.87 of the time (H200). */
+   Of few tiles each thread has one octet: of a row's row_threads, those before k_threads move K, and those from there
+   to v_words V; src[1] and src_stride[1] are then differences, V's less K's. 1 to 64 rows so take 0.87 of the time
+   (H200). */
 typedef struct kvpc_convert_tiles : kvpc_convert {
     float limits[3];             /* the smallest scale, the type's largest value, and that one's reciprocal */
     uint32_t edges, scale_edges; /* bytes of a row and of its scales whose edges are fetched first, or 0 */
@@ -1982,7 +1983,7 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
     else if (kind == kvpc_int8)
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_INT8, 8>(out[m], x[m].e);
-    else if (octets == 1 && !own_scale) { /* both, of few tiles: sooner than a branch */
+    else if (octets == 1 && !own_scale) { /* few tiles: both, and a selection, which is faster than a branch */
         uint32_t e5m2[2];
         kvpc_encode<KVPRIM_F8E4M3, 8>(out[0], x[0].e);
         kvpc_encode<KVPRIM_F8E5M2, 8>(e5m2, x[0].e);
@@ -2227,7 +2228,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8;
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     const bool few = loads == 1, exact = loads < 8; /* a tile is tile_lanes * loads octets */
-    const bool late = few || kind == kvpc_4_bits;   /* or other parameters wait for this test: 0.08 us (H200) */
+    const bool late = few || kind == kvpc_4_bits;   /* the trigger: parameters would wait for `how`, 0.08 us */
     if (!late && dependence == kvpc_trigger_first)
         kvpc_pdl_trigger();
     const kvpc_tile_thread t = kvpc_find_tile_thread<kind, loads>(p);
@@ -5825,19 +5826,19 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
    have started, however few run at once.
 
    With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
-   instructions, which are fetched anew: so a thread has two entries, in registers. An entry of the list is two pairs of
-   a row and the launch's number, each written at once. Who copies waits for the source, loads the row, and then waits
-   for the destination: slots are found while rows come over the link. A lone request need not count what it lacks:
+   instructions, which are fetched anew: so a thread has at most two entries, in registers. An entry of the list is two
+   words of 8 bytes, source and destination: a row, and above it the launch's number, stored together. Who copies waits
+   for the source, loads the row, and then waits for the destination: slots are found while rows come over the link. A lone request need not count what it lacks:
    entry e of its list is its own entry e, with source -1 if there is nothing to copy. */
 #ifndef KVPRIM_NO_FETCH
 
 enum {
     kvpc_fetch_threads = 1024,
-    kvpc_fetch_few_threads = 256, /* at least */
-    kvpc_fetch_each = 2,          /* entries of a thread; a block looks up 2,048 at a time */
-    kvpc_fetch_copiers = 32,      /* blocks that copy beside those that look up: they fill the link */
-    kvpc_fetch_loads = 4,         /* words of a thread that copies */
-    kvpc_fetch_end = -2,          /* in place of a source: the list ends before */
+    kvpc_fetch_least_threads = 256, /* of a block; as many as there are entries, from here on */
+    kvpc_fetch_each = 2,            /* entries of a thread; a block looks up 2,048 at a time */
+    kvpc_fetch_copiers = 32,        /* blocks that copy beside those that look up: they fill the link */
+    kvpc_fetch_loads = 4,           /* words of a thread that copies */
+    kvpc_fetch_end = -2,            /* as a source: the list has no more entries */
     kvpc_fetch_marks =
         (4 * KVPRIM_MAX_HOT_ROWS + 2 * KVPRIM_MAX_FETCH_ENTRIES) / 32 /* words; a bit for each of a log */
 };
@@ -5846,7 +5847,7 @@ typedef kvpc_listed<kvpc_bare_params> kvpc_fetch_part;
 
 /* In the order of their use: each cache line of parameters is waited for. A number's `wide`: int64. */
 typedef struct kvpc_fetch {
-    uint64_t memory, state, wanted, fresh;                    /* wanted: before it, as its first entries are fresh */
+    uint64_t memory, state, wanted, fresh;                    /* wanted: where entry 0 would be if none were fresh */
     uint64_t wanted_step, fresh_step;                         /* bytes from one request to the next */
     uint32_t count, draws, entries, first_wanted, each, span; /* span: entries that a block looks up at a time */
     uint32_t pdl, state_wide, wide, tokens;
@@ -5871,12 +5872,12 @@ static_assert(sizeof(kvpc_fetch) <= kvpc_params_bytes, "no room");
 
 /* What the threads of a block tell each other. */
 typedef struct kvpc_fetch_block {
-    uint32_t sums[2][32];
+    uint32_t sums[2][32]; /* [0]: of kvpc_read_log and kvpc_make_room; [1]: of kvpc_take_slots */
     union {
         int32_t slots[kvpc_fetch_threads * kvpc_fetch_each]; /* that are free, in the order of their last use */
         uint32_t marks[kvpc_fetch_marks];
     };
-    uint32_t before[kvpc_fetch_threads]; /* marks of threads with lower numbers */
+    uint32_t before[kvpc_fetch_threads]; /* for each thread: the marks in words of threads with lower numbers */
     uint64_t drawn, first;
     int32_t head;
     uint32_t served;
@@ -5884,7 +5885,7 @@ typedef struct kvpc_fetch_block {
 
 /* A request under way: addresses, and the ends of its state's log when the call began. */
 typedef struct kvpc_fetch_state {
-    uint64_t number, log, stamp, map; /* before them: the ends, the tags */
+    uint64_t number, log, stamp, map; /* the ends lie before the log, the tags before the map */
     uint32_t request, head, base;
 } kvpc_fetch_state;
 
@@ -5908,25 +5909,26 @@ KVPRIM_DEVICE int32_t *kvpc_at(uint64_t address, int32_t i)
 
 /* Word 0 holds the numbers drawn, and above them the launches so far. Who draws the first number empties what the next
    launch counts in: word 1 (even launches) or 2, where requests looked up stand above the rows that they listed. Who
-   draws the last number ends the launch. */
+   draws the last number ends the launch. Launch 2^32 - 1 is followed by launch 2: 0 is what a reset leaves in the list,
+   and the next one counts in word 1, too. */
 KVPRIM_DEVICE uint64_t kvpc_draw(const kvpc_fetch &p)
 {
     const uint64_t launch = (uint64_t)1 << 32, drawn = kvpc_add64(kvpc_word_of(p, 0), 1) + launch;
     if ((uint32_t)drawn == 0)
         kvpc_store8(kvpc_word_of(p, 1 + ((uint32_t)(drawn >> 32) + 1) % 2), uint2{0, 0});
     if ((uint32_t)drawn == p.draws - 1)
-        (void)kvpc_add64(kvpc_word_of(p, 0), launch - p.draws);
+        (void)kvpc_add64(kvpc_word_of(p, 0), launch * ((uint32_t)(drawn >> 32) == UINT32_MAX ? 3 : 1) - p.draws);
     return drawn;
 }
 
-/* Whether a request's number is that of a state that no request had before it in this launch. */
+/* Whether `number` is a state that no other request of this launch has taken. */
 KVPRIM_DEVICE bool kvpc_is_first(const kvpc_fetch &p, uint64_t number, uint32_t launch)
 {
     uint32_t *const busy = (uint32_t *)kvpc_at(kvpc_word_of(p, kvpi_fetch_words), (int32_t)number);
     return number < p.states && (p.count == 1 || atomicExch(busy, launch) != launch);
 }
 
-/* Tells those that copy where the list ends: each of their groups finds one of these entries. */
+/* Ends the list: writes as many end entries as there are groups that copy, so that each group reads one. */
 KVPRIM_DEVICE void kvpc_end_list(const kvpc_fetch &p, uint32_t listed, uint32_t launch)
 {
     const uint32_t most = p.count * p.entries, end = most - listed < p.groups ? most : listed + p.groups;
@@ -5934,7 +5936,8 @@ KVPRIM_DEVICE void kvpc_end_list(const kvpc_fetch &p, uint32_t listed, uint32_t 
         kvpc_tell(p.list + 16 * (uint64_t)e, (uint32_t)kvpc_fetch_end, launch);
 }
 
-/* A request, or a span of one, makes room in the list for n rows; `last`: it has no more. */
+/* A request, or a span of one, makes room in the list for n rows; `last`: it has no more. Returns the requests that
+   were done before, and below them the rows. */
 KVPRIM_DEVICE uint64_t kvpc_reserve(const kvpc_fetch &p, uint32_t launch, uint32_t n, bool last)
 {
     return kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)(last ? 1 : 0) << 32) + n);
@@ -6267,7 +6270,8 @@ KVPRIM_DEVICE void kvpc_fetch_request(const kvpc_fetch &p, kvpc_fetch_block *b, 
                                                *kvpc_at(s->log - 4 * kvpi_fetch_ends, 1) = (int32_t)s->base;
 }
 
-/* Copies the share of one of `copiers` blocks of the rows that are listed. `words`: all are whole words. */
+/* Copies the share of one of `copiers` blocks of the rows that are listed. `words`: rows are whole aligned
+   words, so they are loaded before their destination is known. */
 KVPRIM_DEVICE void kvpc_copy_listed(const kvpc_fetch &p, const kvpc_fetch_part &part, bool words, uint32_t launch,
                                     uint32_t copier)
 {
@@ -6394,7 +6398,10 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
 {
     const int64_t entries = d->fresh_count + d->steps * d->top_k;
     const kvpc_slice slice = {0, 1, 0, d->count * entries};
-    uint32_t threads = kvpc_fetch_few_threads;
+    uint32_t threads = kvpc_fetch_least_threads;
+    KVPRIM_REFUSE((uint64_t)d->count * (uint64_t)entries >> 31, SIZE,
+                  "%s: count is %lld, with %lld entries each: together 2^31 or more", call->function,
+                  (long long)d->count, (long long)entries);
     while (threads < kvpc_fetch_threads && threads < entries)
         threads *= 2;
     kvpc_fetch p = kvpc_fetch_of(call, d, threads);
@@ -6403,8 +6410,10 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
         p.aligned |= (uint32_t)kvpc_fill_listed(call, m, &slice, part) << (part - p.part);
         const uint64_t unit = part->task.unit_bytes;
         kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 1024 ? 4 : 5, kvpc_fetch_loads);
-        KVPRIM_REFUSE(part->total >= (uint64_t)1 << 31, SIZE, "%s: %s is %lld, which makes 2^31 pieces or more",
-                      call->function, m->names->row_bytes, (long long)m->row_bytes);
+        KVPRIM_REFUSE(part->total >= (uint64_t)1 << 31, SIZE,
+                      "%s: count is %lld, with %lld entries each, and %s %lld: together 2^31 pieces or more",
+                      call->function, (long long)d->count, (long long)entries, m->names->row_bytes,
+                      (long long)m->row_bytes);
     }
     const uint64_t wanted = p.count + (p.parts ? (uint64_t)kvpc_fetch_copiers : 0);
     const uint64_t most = call->launch.max_sms ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors();

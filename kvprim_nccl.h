@@ -2176,7 +2176,8 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     }
 
     /* What follows is of kvpn_few_kernel. */
-    struct awaited { /* Of two ranks only one is awaited. */
+
+    struct awaited { /* of two ranks only one */
         enum { slots = max_ranks == 2 ? 1 : max_ranks };
         char *first;
         uint32_t which;
@@ -2497,7 +2498,8 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     } while (norm::next(p, me, t, later));
 }
 
-/* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two forms. */
+/* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two
+   forms: plain and all. */
 template <class T, int max_ranks> static const void *kvpn_pick_few(kvpn_norm_form form)
 {
     return form == kvpn_norm_plain    ? (const void *)kvpn_few_kernel<T, max_ranks, kvpn_norm_plain>
@@ -3389,6 +3391,7 @@ static void kvpn_register_window(kvpn_init_task *task)
                        of more                                          kvpn_parts_kernel<kvpn_parts_groups<6, ...>>
        all_reduce_norm                                                  kvpn_norm_way_of: >>impl_norm_call
        all else                                                         NCCL */
+
 /* Name, bytes, NCCL's ncclDataType_t, which older versions of its header lack, and what own kernels call it: 0 if they
    do not reduce it. */
 typedef struct kvpn_type {
@@ -4393,7 +4396,10 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
               "the page has room for turns, the stop reason and nonces");
-enum { kvpn_min_block_slots = (kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 8 * kvpn_max_blocks) * 8 };
+enum {
+    kvpn_min_block_slots =
+        (kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8
+};
 static_assert((int)kvpn_min_block_slots >= 32 * ((int)kvpn_large_group + 1), "a block has slots for a warp");
 static_assert(4 * (int)kvpn_min_block_slots >= 32 * (int)kvpn_pipeline_packs, "of two ranks, for a step of a warp");
 
@@ -5402,6 +5408,7 @@ static float kvpn_host_rsqrt(float x)
     return kvpi_float_of(low);
 }
 
+/* kvpn_host_token's factor, from its other fields. */
 static float kvpn_host_factor(const kvpn_host_token *t)
 {
     const int64_t packs = t->d->hidden / 8;

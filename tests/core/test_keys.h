@@ -295,7 +295,8 @@ static void test_bad_keys(void)
     BAD_KEYS(extra_count = 1, NULL, "extra is NULL");
     good.extra = x, good.extra_count = 2;
     BAD_KEYS(keys = (char *)x - 127, OVERLAP, "extra");
-    BAD_KEYS(extra_count = (int64_t)1 << 59, SIZE, "extra_count is 576460752303423488, more than 4"); /* 2^64 bytes */
+    BAD_KEYS(extra_count = (int64_t)1 << 59, SIZE,
+             "extra_count is 576460752303423488, more than the 4 blocks"); /* 2^64 bytes */
     x[1].data = NULL;
     BAD_KEYS(count = 64, NULL, "extra[1].data is NULL");
     x[1].data = digest;

@@ -103,10 +103,6 @@ static inline int __popc(uint32_t bits)
     return __builtin_popcount(bits);
 }
 
-static inline void __threadfence()
-{
-}
-
 [[maybe_unused]] static bool kvprim_emulate_pdl;        /* as if the device had programmatic dependent launch */
 static bool kvprim_emulate_last_only;                   /* run only the last block of a launch */
 static bool kvprim_emulate_last_first;                  /* run blocks, and the threads in them, from last to first */

@@ -102,8 +102,12 @@ static void fetch_rounds(int rounds)
                                         {1, 1, 3, 2, 16},    {2, 300, 900, 200, 8}, {40, 9, 40, 8, 200}};
     fetch_pair p(4 << 20);
     for (int round = 0; round < rounds; round++)
-        if (fetch_place_pair(&p, &sizes[size_t(round) % (sizeof sizes / sizeof *sizes)]))
+        if (fetch_place_pair(&p, &sizes[size_t(round) % (sizeof sizes / sizeof *sizes)])) {
+            if (round % 2) /* the number of launches wraps */
+                for (void *const set : {p.c.d.set.memory, p.d.set.memory})
+                    static_cast<uint32_t *>(set)[1] = UINT32_MAX - 4;
             fetch_calls(&p, 12);
+        }
 }
 
 static void test_fetch()

@@ -257,8 +257,8 @@ class FetchSet:
         state[i], lies in row pages[i, t / page_rows] * page_rows + t % page_rows (pages_by_state: pages[state[i]]), or
         without pages in row t. Negative states and tokens are padding. fresh [requests, tokens] get hot rows,
         fresh_rows, that the caller writes after the call. plan_src and plan_dst take what was fetched, as indices of a
-        transfer(), and hits, misses and rejected are counters. rows and these are int32. Without k it is
-        a plan alone, for tables of host_rows."""
+        transfer(), and hits, misses and rejected are counters. rows, fresh_rows, the plan and the counters are int32.
+        Without k it is a plan alone, for tables of host_rows."""
         if _compiling() or not _eager.fetch(
                 self.memory, self.sizes, state, wanted, rows, k_hot, k, v_hot, v, layout, pages, page_rows,
                 pages_by_state, fresh, fresh_rows, plan_src, plan_dst, hits, misses, rejected, max_sms, host_rows):

@@ -1201,7 +1201,7 @@ void fetch_reset(Arguments &a)
     });
 }
 
-/* Tokens of requests, [requests, tokens] or [requests, steps, tokens], packed but for the distance of rows. */
+/* Tokens of requests, [requests, tokens] or [requests, steps, tokens], a row is packed; rows lie at one distance. */
 const void *tokens_wanted(const Call &call, const char *name, const Tensor &tensor, int64_t count,
                           kvprim_index_type &type, int64_t &each, int64_t &stride)
 {
@@ -1267,6 +1267,7 @@ void fetch(Arguments &a)
     const Index states = index_of("state", state);
     EXPECT(states.stride == 1, "state has stride ", states.stride, ", not 1");
     desc.count = states.count, desc.state = states.data, desc.state_type = states.type;
+    EXPECT(wanted.dims < 3 || wanted.size[1] > 0, "wanted has shape ", sizes_of(wanted), ": no steps");
     desc.wanted = tokens_wanted(call, "wanted", wanted, desc.count, desc.wanted_type, desc.top_k, desc.wanted_stride);
     desc.steps = static_cast<int32_t>(wanted.dims == 3 ? std::min<int64_t>(wanted.size[1], INT32_MAX) : 1);
     if (fresh) {

@@ -49,7 +49,8 @@ Dtype dtype_of(int32_t dtype)
     static const auto table = [] {
         std::array<Dtype, 64> by_number = {};
         for (const auto &[theirs, ours] : dtypes)
-            by_number[static_cast<size_t>(theirs)] = ours;
+            if (static_cast<size_t>(theirs) < by_number.size())
+                by_number[static_cast<size_t>(theirs)] = ours;
         return by_number;
     }();
     const auto number = static_cast<size_t>(dtype);
@@ -66,8 +67,9 @@ void delete_tensor(void *owner)
 } // namespace
 
 /* Whether this is a dense tensor that has memory. Exported, for python_module.cpp. */
-extern "C" __attribute__((visibility("default"))) bool kvprim_torch_describe(AtenTensorHandle handle, void *out)
+extern "C" __attribute__((visibility("default"))) bool kvprim_torch_describe(void *object, void *out)
 {
+    const auto handle = static_cast<AtenTensorHandle>(object);
     Tensor &tensor = *static_cast<Tensor *>(out);
     int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
     int32_t dtype = 0, type = 0, index = 0;
