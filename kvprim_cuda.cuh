@@ -6409,7 +6409,7 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
         kvpc_fetch_part *const part = &p.part[p.parts++];
         p.aligned |= (uint32_t)kvpc_fill_listed(call, m, &slice, part) << (part - p.part);
         const uint64_t unit = part->task.unit_bytes;
-        kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 1024 ? 4 : 5, kvpc_fetch_loads);
+        kvpc_cut(part, &part->task, 1, unit <= 16 ? 0 : unit <= 256 ? 3 : unit <= 512 ? 4 : 5, kvpc_fetch_loads);
         KVPRIM_REFUSE(part->total >= (uint64_t)1 << 31, SIZE,
                       "%s: count is %lld, with %lld entries each, and %s %lld: together 2^31 pieces or more",
                       call->function, (long long)d->count, (long long)entries, m->names->row_bytes,
