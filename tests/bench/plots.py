@@ -422,7 +422,7 @@ def all_reduce():
               for gpus, table in sorted(ALL_REDUCE.items())]
     labels = {size(label): label for label in ('2 KB', '32 KB', '512 KB', '8 MB', '64 MB')}
     return picture('All-reduce: sums of bf16', 'Microseconds per call; lower is better', 'bytes of the tensor', labels,
-                   panels, nccl.find('on device 0, ([^;]*; NCCL [^,]*)') + '; tests/results/nccl_bench.txt')
+                   panels, nccl.find('on device 0, ([^,]*; NCCL [^,]*)') + '; tests/results/nccl_bench.txt')
 
 
 def prefix():
@@ -457,7 +457,7 @@ def over_chunks(title, part):
     labels = {chunk: f'{chunk >> 20} MB' for chunk, _ in ring}
     return picture(title, 'GB/s; higher is better', 'bytes of a chunk', labels,
                    [(part.find(r'^([\d,]+ tokens, [\d.]+ MB)'), series + [('ring', 'ours', ring)])],
-                   part.find('on device 0, ([^;]*; NCCL [^,]*)') + '; tests/results/handover.txt', linear=True)
+                   part.find('on device 0, ([^,]*; NCCL [^,]*)') + '; tests/results/handover.txt', linear=True)
 
 
 def handover_nvlink():
@@ -475,10 +475,11 @@ class Figure:
     """How many times as fast a job is with kvprim as instead, by variant, which takes the place of {} in the job:
     {variant: factor}, or {'mean': factor, 'worst': factor}. All of them are in FIGURES.md. `drawn`: variants in
     overview.svg. `row`: the job in README.md's table of figures or, if there is a `call`, what that replaces, in the
-    table at its top."""
+    table at its top. `source`: where it was measured, if not on GPUs by `make gpu-bench`."""
 
-    def __init__(self, job, instead, factors, drawn=(), row='', call=''):
+    def __init__(self, job, instead, factors, drawn=(), row='', call='', source=None):
         self.job, self.instead, self.factors, self.drawn, self.row, self.call = job, instead, factors, drawn, row, call
+        self.source = source
 
     def factor(self):
         """Returns all of its factors as one text."""
@@ -516,7 +517,7 @@ def on_cpu():
     return [
         Figure('compare prefixes of {} tokens', '`std::mismatch`',
                {f'{n:,}': aligned[str(n)][7] for n in (16, 64, 256, 1024, 4096)}, ['64', '1,024'],
-               '`std::mismatch`: prefixes of 16 to 4,096 tokens', 'kvprim_prefix_i32'),
+               '`std::mismatch`: prefixes of 16 to 4,096 tokens', 'kvprim_prefix_i32', cpu),
         Figure('{} random rows of 1 KB', 'a `memcpy` per row', {name: HOST[name]['1024'][4] for name in HOST}, HOST)]
 
 
@@ -691,9 +692,12 @@ def sources(where):
 
 
 def first():
-    """The table at the top of README.md."""
-    return table(('instead of', 'call', 'times as fast' + '†' * bool(stale_sources())), (
-        (figure.row, f'`{figure.call}`', figure.factor()) for _, some in SECTIONS for figure in some if figure.call))
+    """The table at the top of README.md. Its head marks what was measured on GPUs."""
+    stale = stale_sources()
+    on_gpus = any(s.name in stale for s in (gpu, convert, transfer, torch, nccl))
+    return table(('instead of', 'call', 'times as fast' + '†' * on_gpus), (
+        (figure.row, f'`{figure.call}`', figure.factor() + '†' * bool(figure.source and figure.source.name in stale))
+        for _, some in SECTIONS for figure in some if figure.call))
 
 
 def figures():
