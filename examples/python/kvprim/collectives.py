@@ -276,8 +276,9 @@ class Communicator:
 
     def destroy(self):
         """Collective, except after abort(): waits for the device's work, and frees everything."""
+        comm = self._here()  # in a child of fork() torch would refuse the device before
         with torch.cuda.device(self.device):
-            _expect_ok(library.kvprim_comm_destroy(self._here()))
+            _expect_ok(library.kvprim_comm_destroy(comm))
         self.number = -1  # so that later calls name it, whatever their tensors are
         _alive.remove(self)
 
