@@ -202,7 +202,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
 #ifndef KVPRIM_NO_FETCH
 /* One launch looks up what is wanted and copies the rows that are missing, from pinned host memory or memory of a GPU;
    ordinary host memory is KVPRIM_ERROR_ARGUMENT if it is k, v or set.memory (see kvprim_cuda_transfer). A request is
-   looked up by one block, 4,096 entries at a time; up to 32 more blocks copy the rows of all requests. Fast if rows and
+   looked up by one block, 2,048 entries at a time; up to 32 more blocks copy the rows of all requests. Fast if rows and
    strides are multiples of 16 bytes. All calls with a set follow each other in stream order. Errors also: SIZE (rows in
    2^31 pieces or more). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc,
@@ -5828,8 +5828,8 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
    With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
    instructions, which are fetched anew: so a thread has at most two entries, in registers. An entry of the list is two
    words of 8 bytes, source and destination: a row, and above it the launch's number, stored together. Who copies waits
-   for the source, loads the row, and then waits for the destination: slots are found while rows come over the link. A lone request need not count what it lacks:
-   entry e of its list is its own entry e, with source -1 if there is nothing to copy. */
+   for the source, loads the row, and then waits for the destination: slots are found while rows come over the link. A
+   lone request need not count what it lacks: entry e of its list is its own entry e, or has source -1. */
 #ifndef KVPRIM_NO_FETCH
 
 enum {
@@ -6053,16 +6053,16 @@ KVPRIM_DEVICE void kvpc_make_room(const kvpc_fetch &p, kvpc_fetch_block *b, kvpc
     }
     __syncthreads();
     for (uint32_t w = threadIdx.x * each; w < (threadIdx.x + 1) * each && w < words; w++)
-        own += (uint32_t)__popc(b->marks[w]);
+        own += (uint32_t)__popc((int)b->marks[w]);
     b->before[threadIdx.x] = kvpc_sum_up(b->sums[0], own, &all) - own;
     __syncthreads();
     for (uint32_t slot = threadIdx.x; slot < p.hot_rows; slot += blockDim.x) {
         const uint32_t at = (uint32_t)kvpc_load_new((uintptr_t)kvpc_at(s->stamp, (int32_t)slot)), word = at / 32;
         if (at < s->head || at >= s->base)
             continue;
-        uint32_t to = b->before[word / each] + (uint32_t)__popc(b->marks[word] & ((1u << at % 32) - 1));
+        uint32_t to = b->before[word / each] + (uint32_t)__popc((int)(b->marks[word] & ((1u << at % 32) - 1)));
         for (uint32_t w = word / each * each; w < word; w++)
-            to += (uint32_t)__popc(b->marks[w]);
+            to += (uint32_t)__popc((int)b->marks[w]);
         *kvpc_at(s->log, (int32_t)to) = (int32_t)slot, *kvpc_at(s->stamp, (int32_t)slot) = (int32_t)to;
     }
     s->head = 0, s->base = all;

@@ -70,6 +70,11 @@ def table():
     found, code = rows()
     check('a change that is not committed counts', found['second.txt'] == 'other kvprim.h 2' and
           found['now_test.txt'] == 'other kvprim.h 1', found)
+    write('tests/results/same_code', ' '.join(sums(h=h).split()[0] for h in ('h3', 'h4')) + '\n')
+    found, code = rows()
+    check('a text of the same machine code', found['now_test.txt'] == 'these, of other text 0' and
+          found['second.txt'] == 'other kvprim.h 2', found)
+    os.remove('tests/results/same_code')
     write('kvprim.h', 'h3')
 
 
