@@ -32,7 +32,7 @@
        >>impl             the implementation, and its terms:
            exchange       >>impl_protocol   >>impl_device   >>impl_turn   >>impl_wait
            kernels        >>impl_pack   >>impl_sum   >>impl_ways   >>impl_pipeline   >>impl_parts   >>impl_kernel
-           ... of norms   >>impl_norm   >>impl_norm_few   >>impl_norm_kernel
+           ... of norms   >>impl_norm   >>impl_norm_few   >>impl_norm_exchange   >>impl_norm_kernel
            host           >>impl_host   >>impl_state   >>impl_slots   >>impl_teardown
            init           >>impl_check   >>impl_exchange   >>impl_peers   >>impl_choose   >>impl_load
                           >>impl_describe   >>impl_init
@@ -2175,7 +2175,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         }
     }
 
-    /* What follows is of kvpn_few_kernel. */
+    /* >>impl_norm_exchange -- how addends come from other ranks, in kvpn_few_kernel; then how threads meet */
 
     struct awaited { /* of two ranks only one */
         enum { slots = max_ranks == 2 ? 1 : max_ranks };
