@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* Offload: moves the KV pages of one sequence, K and V of every layer, to pinned host memory and back to other pages.
-   Two launches on 8 SMs do this while a compute kernel runs on the rest of the GPU. The program prints how much each
-   slows the other down, and checks every byte.
+   Two launches on 8 SMs do this while a compute kernel runs on the rest of the GPU; then the driver's batch copy does
+   it, from the list that kvprim_runs makes of the same descriptors. The program prints how much copies and compute
+   kernel slow each other down, and checks every byte.
 
        nvcc -arch=native -I. examples/05_offload.cu -o 05_offload && ./05_offload
 */
@@ -9,8 +10,8 @@
 #include "kvprim_cuda.cuh"
 #include "gpu.cuh"
 
-/* A page of one layer has 16 tokens of 2 KB. The sequence has 64 of the 256 pages in each table. */
-enum { tables = 2 * 32, pages = 256, moved = 64, page_bytes = 16 * 2048, sms_for_transfer = 8 };
+/* A page of one layer has 32 tokens of 2 KB. The sequence has 64 of the 256 pages in each table. */
+enum { tables = 2 * 32, pages = 256, moved = 64, page_bytes = 32 * 2048, sms_for_transfer = 8 };
 static const int64_t table_bytes = (int64_t)pages * page_bytes, host_table_bytes = (int64_t)moved * page_bytes;
 static const double moved_gb = 1e-9 * 2 * tables * (double)host_table_bytes; /* out and back */
 
@@ -45,9 +46,9 @@ static __global__ void compute(unsigned *next, unsigned jobs, float *sink)
         *sink = x;
 }
 
-/* Moves pages of every table from or to host memory. */
-static void enqueue_transfer(void *const *dst, int64_t dst_pages, const int32_t *dst_index, void *const *src,
-                             int64_t src_pages, const int32_t *src_index, cudaStream_t stream)
+/* Pages of every table from or to host memory. */
+static kvprim_transfer_desc transfer_of(void *const *dst, int64_t dst_pages, const int32_t *dst_index, void *const *src,
+                                        int64_t src_pages, const int32_t *src_index)
 {
     kvprim_transfer_desc transfer = {};
     transfer.dst.rows = dst_pages;
@@ -60,16 +61,48 @@ static void enqueue_transfer(void *const *dst, int64_t dst_pages, const int32_t 
     transfer.src_index = src_index;
     transfer.index_type = KVPRIM_I32;
     transfer.count = moved;
+    return transfer;
+}
+
+/* The indices are the GPU's: only the GPU has to know them. */
+static void enqueue_kernel(const kvprim_transfer_desc *transfer, cudaStream_t stream)
+{
     kvprim_cuda_launch launch = {};
     launch.stream = stream;
     launch.max_sms = sms_for_transfer;
-    kvprim(kvprim_cuda_transfer(&transfer, &launch));
+    kvprim(kvprim_cuda_transfer(transfer, &launch));
+}
+
+/* The indices are the host's. No multiprocessor works; the host does, about 1 us for each run. */
+static void enqueue_copies(const kvprim_transfer_desc *transfer, cudaStream_t stream)
+{
+    static kvprim_copy_item items[tables * moved];
+    static void *dst[tables * moved];
+    static const void *src[tables * moved];
+    static size_t bytes[tables * moved];
+    kvprim_move move;
+    kvprim(kvprim_transfer_moves(transfer, &move));
+    const int64_t runs = kvprim_runs(&move, 1, items, tables * moved);
+    if (runs < 0)
+        kvprim(KVPRIM_ERROR_UNSUPPORTED);
+    for (int64_t i = 0; i < runs; i++)
+        dst[i] = items[i].dst, src[i] = items[i].src, bytes[i] = (size_t)items[i].bytes;
+#if CUDART_VERSION >= 13000
+    size_t first = 0;
+    cudaMemcpyAttributes attributes = {};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    CU(cudaMemcpyBatchAsync(dst, src, bytes, (size_t)runs, &attributes, &first, 1, stream));
+#else /* CUDA 12.8 has that, too, with one argument more */
+    for (int64_t i = 0; i < runs; i++)
+        CU(cudaMemcpyAsync(dst[i], src[i], bytes[i], cudaMemcpyDefault, stream));
+#endif
 }
 
 /* State that main() sets up and run() uses. */
 static struct {
     void *cache[tables], *host[tables]; /* K and V of every layer */
-    int32_t *from_pages, *to_pages;     /* on the device */
+    int32_t from[moved], to[moved];     /* the sequence's pages, and those that it comes back to */
+    int32_t *from_pages, *to_pages;     /* the same on the device */
     unsigned *next_job;
     float *sink;
     int blocks;
@@ -77,27 +110,43 @@ static struct {
     cudaEvent_t begin, transferred, computed;
 } s;
 
-/* Starts the transfers, the compute kernel (jobs > 0), or both at once, and returns how many milliseconds each took. */
-static void run(int transfer, unsigned jobs, float *transfer_ms, float *compute_ms)
+enum way { no_transfer, by_kernel, by_driver };
+
+/* There and back. */
+static void enqueue_transfers(way how)
+{
+    const bool kernel = how == by_kernel;
+    const kvprim_transfer_desc out = transfer_of(s.host, moved, NULL, s.cache, pages, kernel ? s.from_pages : s.from);
+    const kvprim_transfer_desc back = transfer_of(s.cache, pages, kernel ? s.to_pages : s.to, s.host, moved, NULL);
+    for (const kvprim_transfer_desc *const transfer : {&out, &back})
+        if (kernel)
+            enqueue_kernel(transfer, s.transfer_stream);
+        else
+            enqueue_copies(transfer, s.transfer_stream);
+}
+
+/* Starts the transfers, the compute kernel (jobs > 0), or both at once, and returns how many milliseconds each took.
+   The transfers' kernels begin first, to find their multiprocessors free; the driver's copies take the host longer. */
+static void run(way how, unsigned jobs, float *transfer_ms, float *compute_ms)
 {
     CU(cudaMemset(s.next_job, 0, sizeof *s.next_job));
     CU(cudaDeviceSynchronize());
     CU(cudaEventRecord(s.begin, s.transfer_stream));
     CU(cudaStreamWaitEvent(s.compute_stream, s.begin, 0));
-    if (transfer) {
-        enqueue_transfer(s.host, moved, NULL, s.cache, pages, s.from_pages, s.transfer_stream);
-        enqueue_transfer(s.cache, pages, s.to_pages, s.host, moved, NULL, s.transfer_stream);
-    }
-    CU(cudaEventRecord(s.transferred, s.transfer_stream));
+    if (how == by_kernel)
+        enqueue_transfers(how);
     if (jobs)
         compute<<<s.blocks, 256, 0, s.compute_stream>>>(s.next_job, jobs, s.sink);
+    if (how == by_driver)
+        enqueue_transfers(how);
+    CU(cudaEventRecord(s.transferred, s.transfer_stream));
     CU(cudaEventRecord(s.computed, s.compute_stream));
     CU(cudaDeviceSynchronize());
     *transfer_ms = elapsed_ms(s.begin, s.transferred), *compute_ms = elapsed_ms(s.begin, s.computed);
 }
 
 /* Returns the number of wrong bytes: page to[i] must hold what page from[i] held, the other pages are unchanged. */
-static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
+static int64_t wrong_bytes(void)
 {
     static uint32_t table[pages * page_bytes / 4];
     int32_t source[pages];
@@ -105,7 +154,7 @@ static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
     for (int p = 0; p < pages; p++)
         source[p] = p;
     for (int i = 0; i < moved; i++)
-        source[to[i]] = from[i];
+        source[s.to[i]] = s.from[i];
     for (int t = 0; t < tables; t++) {
         CU(cudaMemcpy(table, s.cache[t], table_bytes, cudaMemcpyDeviceToHost));
         for (int64_t w = 0; w < table_bytes / 4; w++) {
@@ -116,12 +165,27 @@ static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
     return wrong;
 }
 
+/* Measures a way and prints its line. Returns the number of wrong bytes. */
+static int64_t measure(way how, const char *name, void *host, unsigned jobs, float alone_ms)
+{
+    float copied_ms, beside_ms, computed_ms, unused;
+    run(how, jobs, &unused, &unused); /* not measured: loads the kernels */
+    run(how, 0, &copied_ms, &unused);
+    memset(host, 0, tables * host_table_bytes); /* so that pages that the last run does not move are wrong */
+    fill<<<1024, 256>>>((uint32_t *)s.cache[0], tables * table_bytes / 4);
+    CU(cudaDeviceSynchronize());
+    run(how, jobs, &beside_ms, &computed_ms);
+    const int64_t wrong = wrong_bytes();
+    printf("%-28s%5.1f GB/s alone, %5.1f beside the compute kernel, which takes %.2f times as long; %lld bytes wrong\n",
+           name, 1e3 * moved_gb / copied_ms, 1e3 * moved_gb / beside_ms, computed_ms / alone_ms, (long long)wrong);
+    return wrong;
+}
+
 int main(void)
 {
-    int32_t from[moved], to[moved];
     cudaDeviceProp gpu;
     char *host;
-    float alone_ms, copied_ms, beside_ms, computed_ms, unused;
+    float alone_ms, unused;
     need_gpu();
     CU(cudaGetDeviceProperties(&gpu, 0));
     char *const cache = on_device<char>(tables * table_bytes);
@@ -131,30 +195,22 @@ int main(void)
         s.host[t] = host + t * host_table_bytes;
     }
     for (int i = 0; i < moved; i++) {
-        from[i] = 3 * i;           /* the sequence's pages */
-        to[i] = pages - 2 - 3 * i; /* the pages that it comes back to, none of which is in `from` */
+        s.from[i] = 3 * i;
+        s.to[i] = pages - 2 - 3 * i; /* none of them is in `from` */
     }
-    s.from_pages = on_device(moved, from), s.to_pages = on_device(moved, to);
+    s.from_pages = on_device(moved, s.from), s.to_pages = on_device(moved, s.to);
     s.next_job = on_device<unsigned>(1), s.sink = on_device<float>(1);
     s.transfer_stream = new_stream(), s.compute_stream = new_stream();
     s.begin = new_event(), s.transferred = new_event(), s.computed = new_event();
-    fill<<<1024, 256>>>((uint32_t *)cache, tables * table_bytes / 4);
     s.blocks = 4 * gpu.multiProcessorCount;
 
-    const unsigned jobs = 300u * (unsigned)gpu.multiProcessorCount; /* longer than the transfers take */
-    run(1, jobs, &unused, &unused);                                 /* not measured: loads the kernels */
-    run(0, jobs, &unused, &alone_ms);
-    run(1, 0, &copied_ms, &unused);
-    memset(host, 0, tables * host_table_bytes); /* so that pages that the last run does not move are wrong */
-    fill<<<1024, 256>>>((uint32_t *)cache, tables * table_bytes / 4);
-    CU(cudaDeviceSynchronize());
-    run(1, jobs, &beside_ms, &computed_ms);
-
-    const int64_t wrong = wrong_bytes(from, to);
-    printf("%d pages of %d tables, %.0f MB, out to pinned host memory and back, %lld bytes wrong\n", moved, tables,
-           1e3 * moved_gb / 2, (long long)wrong);
-    printf("transfer on %d of %d SMs: %.1f GB/s alone, %.1f GB/s beside the compute kernel\n", sms_for_transfer,
-           gpu.multiProcessorCount, 1e3 * moved_gb / copied_ms, 1e3 * moved_gb / beside_ms);
-    printf("compute kernel: %.2f ms alone, %.2f ms beside the transfer\n", alone_ms, computed_ms);
-    return wrong != 0;
+    const unsigned jobs = 600u * (unsigned)gpu.multiProcessorCount; /* longer than the transfers take */
+    run(no_transfer, jobs, &unused, &unused);
+    run(no_transfer, jobs, &unused, &alone_ms);
+    printf("%d pages of %d tables, %.0f MB, out to pinned host memory and back; compute kernel alone: %.2f ms\n", moved,
+           tables, 1e3 * moved_gb / 2, alone_ms);
+    char name[32];
+    (void)snprintf(name, sizeof name, "a kernel on %d of %d SMs", sms_for_transfer, gpu.multiProcessorCount);
+    const int64_t wrong = measure(by_kernel, name, host, jobs, alone_ms);
+    return measure(by_driver, "the driver's batch copy", host, jobs, alone_ms) + wrong != 0;
 }

@@ -10,9 +10,9 @@
 
 enum { most_chunks = 16, most_rounds = 99 };
 
-/* way_send: contiguous bytes; way_packed: the request's, without overlap; way_pieces: a call for each row, or head;
-   way_copy: contiguous bytes by the copy engine. */
-enum { way_send = ways, way_packed, way_pieces, way_copy, all_ways };
+/* way_send: contiguous bytes; way_sends: the same, a call for each chunk's; way_packed: the request's, without overlap;
+   way_pieces: a call for each row, or head; way_copy: contiguous bytes by the copy engine. */
+enum { way_send = ways, way_sends, way_packed, way_pieces, way_copy, all_ways };
 
 /* Tokens that are sent piece by piece. A piece takes microseconds whatever its size: all of a request, many seconds. */
 static const long long pieces_tokens = 64;
@@ -44,6 +44,12 @@ static bool open_others(session *s)
 
 /* ---- other ways ---- */
 
+/* Whether a way has a row for each size of chunks. */
+static bool is_in_chunks(int way)
+{
+    return way == way_ring || way == way_sends;
+}
+
 static bool send_or_receive(session *s, void *at, size_t bytes)
 {
     return reached(s, s->side == 0 ? kvprim_send(&s->comms[0], at, bytes, KVPRIM_U8, 1, s->nccl[0])
@@ -63,6 +69,18 @@ static void move_all(session *s, const ask *a)
         const pair p = walk_next(s, &whole, &walk, &chunk);
         move_chunk(s, p, &chunk, plain + at, s->nccl[0]);
     }
+}
+
+/* What NCCL alone takes for a request in chunks: nothing is packed, and no slot is waited for. */
+static bool move_sends(session *s, const ask *a)
+{
+    const int64_t bytes = bytes_of(s, a->tokens);
+    for (int64_t at = 0, n; at < bytes; at += n) {
+        n = bytes - at < a->chunk_bytes ? bytes - at : a->chunk_bytes;
+        if (!send_or_receive(s, plain + at, (size_t)n))
+            return false;
+    }
+    return true;
 }
 
 static bool move_packed(session *s, const ask *a)
@@ -127,6 +145,7 @@ static bool move_by_other(session *s, const ask *a)
     /* guarded from the first call on: NCCL takes only so many that have not run */
     handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms + bytes / slowest_bytes_per_ms);
     const bool moved = a->way == way_send     ? send_or_receive(s, plain, (size_t)bytes)
+                       : a->way == way_sends  ? move_sends(s, a)
                        : a->way == way_packed ? move_packed(s, a)
                                               : move_pieces(s, a);
     if (moved)
@@ -148,7 +167,7 @@ static bool measure(session *s, int32_t way, int chunk, int round)
     if (!transfer(s, &a, -1, &out))
         return false;
     if (round < 0)
-        return way == way_send || way == way_copy || verify(s, &a);
+        return way == way_send || way == way_sends || way == way_copy || verify(s, &a);
     gbs[way][chunk][round] = (double)bytes_of(s, tokens) / out.seconds / 1e9;
     if (way == way_ring)
         first_ms[chunk][round] = (double)out.first_us / 1e3, last_ms[chunk][round] = (double)out.last_us / 1e3;
@@ -168,9 +187,9 @@ static double median(const double *values)
 }
 
 /* Of the time of a request, the share of a chunk. */
-static double chunk_us(int chunk)
+static double chunk_us(int way, int chunk)
 {
-    return (double)chunk_bytes[chunk] / median(gbs[way_ring][chunk]) / 1e3;
+    return (double)chunk_bytes[chunk] / median(gbs[way][chunk]) / 1e3;
 }
 
 static void print_row(const char *name, int way, int chunk)
@@ -184,22 +203,10 @@ static void print_row(const char *name, int way, int chunk)
         theirs > 0 ? printf(" %9.3f", mine / theirs) : printf(" %9s", "-");
     }
     if (way == way_ring)
-        printf(" %11.2f %10.2f %9.1f", median(first_ms[chunk]), median(last_ms[chunk]), chunk_us(chunk));
+        printf(" %11.2f %10.2f", median(first_ms[chunk]), median(last_ms[chunk]));
+    if (is_in_chunks(way))
+        printf(" %*.1f", way == way_ring ? 9 : 32, chunk_us(way, chunk));
     printf("\n");
-}
-
-/* Why small chunks are slow. */
-static void print_least(void)
-{
-    const double send = median(gbs[way_send][0]);
-    int least = 0;
-    for (int k = 1; k < chunk_count; k++)
-        least = chunk_us(k) < chunk_us(least) ? k : least;
-    if (send > 0 && median(gbs[way_ring][least]) > 0)
-        printf(
-            "(a chunk takes %.1f us or more, whatever its size: ncclSend and ncclRecv, called for each. One ncclSend "
-            "moves %.3g MB in %.1f us)\n",
-            chunk_us(least), (double)chunk_bytes[least] / 1048576, (double)chunk_bytes[least] / send / 1e3);
 }
 
 static void print_table(const session *s)
@@ -209,10 +216,15 @@ static void print_table(const session *s)
     printf("\n%lld tokens, %.1f MB; medians of %d rounds\n", o->tokens, (double)bytes_of(s, o->tokens) / 1e6, rounds);
     printf("%-42s %9s %9s %9s %11s %10s %9s\n", "way", "GB/s", "/ 1 send", "/ engine", "1st layer", "last, ms",
            "us/chunk");
-    for (int k = 0; k < chunk_count; k++) {
-        (void)snprintf(name, sizeof name, "ring of %lld x %.3g MB on %lld lane%s", o->slots,
-                       (double)chunk_bytes[k] / 1048576, o->lanes, o->lanes > 1 ? "s" : "");
-        print_row(name, way_ring, k);
+    for (int k = 0; k < 2 * chunk_count; k++) {
+        const int way = k < chunk_count ? int(way_ring) : int(way_sends);
+        const double mb = (double)chunk_bytes[k % chunk_count] / 1048576;
+        if (way == way_ring)
+            (void)snprintf(name, sizeof name, "ring of %lld x %.3g MB on %lld lane%s", o->slots, mb, o->lanes,
+                           o->lanes > 1 ? "s" : "");
+        else
+            (void)snprintf(name, sizeof name, "contiguous bytes, an ncclSend per %.3g MB", mb);
+        print_row(name, way, k % chunk_count);
     }
     print_row("straight into the peer's pages", way_straight, 0);
     print_row("one ncclSend of contiguous bytes", way_send, 0);
@@ -221,7 +233,6 @@ static void print_table(const session *s)
                    o->tokens < pieces_tokens ? o->tokens : pieces_tokens);
     print_row(name, way_pieces, 0);
     print_row("copy engine, contiguous bytes", way_copy, 0);
-    print_least();
 }
 
 /* Round -1 warms up and is verified. */
@@ -231,7 +242,7 @@ static bool run_rounds(session *s)
         for (int way = 0; way < all_ways; way++) {
             if (is_mapped(way) ? s->o->mode == mode_ring : s->o->mode == mode_straight)
                 continue;
-            for (int k = 0; k < (way == way_ring ? chunk_count : 1); k++)
+            for (int k = 0; k < (is_in_chunks(way) ? chunk_count : 1); k++)
                 if (!measure(s, way, k, round))
                     return false;
         }
