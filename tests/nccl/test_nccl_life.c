@@ -702,6 +702,42 @@ static void test_ring_sender(void)
     close_comm(comm, "CommDestroy");
 }
 
+/* A chunk of several slots goes in one call, both ways, up to the last slot in memory. */
+static void test_ring_of_wide_chunks(void)
+{
+    kvprim_comm *const comm = open_world(2);
+    const size_t two = slot_bytes + 1;
+    void *slot;
+    int32_t n = 0;
+    open_ring(comm);
+    OK(kvprim_ring_claim(&ring, &work_stream, &slot));
+    CHECK_ERROR(kvprim_ring_send(&ring, two, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is claimed for all of 41");
+    OK(kvprim_ring_claim(&ring, &work_stream, &slot));
+    OK_CALLING(kvprim_ring_send(&ring, two, &work_stream), "Send");
+    CHECK(orders(ring.filled[0], &work_stream, &ring_stream) && !ring.filled[1]->recorded_on);
+    CHECK(ring.finished[0]->recorded_on == &ring_stream && ring.finished[1]->recorded_on == &ring_stream);
+    OK(kvprim_ring_credit(&ring, 2));
+    for (int k = 0; k < ring_slots; k++)
+        OK(kvprim_ring_claim(&ring, &work_stream, &slot));
+    CHECK_ERROR(kvprim_ring_send(&ring, two, &work_stream), KVPRIM_ERROR_SIZE, "bytes is 41, must be 1 to 40");
+    OK_CALLING(kvprim_ring_send(&ring, slot_bytes, &work_stream), "Send");
+    OK_CALLING(kvprim_ring_send(&ring, 2 * slot_bytes, &work_stream), "Send");
+    CHECK_ERROR(kvprim_ring_credit(&ring, 4), KVPRIM_ERROR_SIZE, "3 chunks lack");
+    OK(kvprim_ring_destroy(&ring));
+    open_ring(comm);
+    OK_CALLING(kvprim_ring_recv(&ring, 2 * slot_bytes, &work_stream, &slot), "Recv");
+    CHECK(slot == ring_memory && orders(ring.filled[0], &ring_stream, &work_stream));
+    CHECK_ERROR(kvprim_ring_recv(&ring, two, &work_stream, &slot), KVPRIM_ERROR_SIZE, "must be 1 to 40");
+    OK_CALLING(kvprim_ring_recv(&ring, 1, &work_stream, &slot), "Recv");
+    CHECK_ERROR(kvprim_ring_recv(&ring, two, &work_stream, &slot), KVPRIM_ERROR_ARGUMENT, "the sender had no credit");
+    for (int k = 0; k < ring_slots; k++)
+        CHECK(kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK && ring.finished[k]->recorded_on == &work_stream);
+    CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == ring_slots);
+    OK_CALLING(kvprim_ring_recv(&ring, 3 * slot_bytes, &work_stream, &slot), "Recv");
+    OK(kvprim_ring_destroy(&ring));
+    close_comm(comm, "CommDestroy");
+}
+
 /* A receiver's slot is free, once, when the work that reads it has ended, and not before. */
 static void test_ring_receiver(void)
 {
@@ -784,8 +820,8 @@ static void test_ring_arguments(void)
     OK(kvprim_ring_init(&ring, &good));
     CHECK_ERROR(kvprim_ring_claim(&ring, NULL, NULL), KVPRIM_ERROR_NULL, "the place for the result is NULL");
     CHECK_ERROR(kvprim_ring_take(&ring, NULL), KVPRIM_ERROR_NULL, "the place for the result is NULL");
-    CHECK_ERROR(kvprim_ring_recv(&ring, slot_bytes + 1, NULL, &slot), KVPRIM_ERROR_SIZE,
-                "bytes is 41, must be 1 to 40");
+    CHECK_ERROR(kvprim_ring_recv(&ring, 3 * slot_bytes + 1, NULL, &slot), KVPRIM_ERROR_SIZE,
+                "bytes is 121, must be 1 to 120");
     CHECK_ERROR(kvprim_ring_recv(&ring, 0, NULL, &slot), KVPRIM_ERROR_SIZE, "bytes is 0");
     CHECK_ERROR(kvprim_ring_take(NULL, &n), KVPRIM_ERROR_NULL, "ring is NULL");
     moved = ring;
@@ -1199,6 +1235,7 @@ int main(void)
     live("life: how many calls a group takes", test_group_sizes);
     live("life: abort, destroy and deadlines of groups", test_life_of_groups);
     live("life: a ring's sender", test_ring_sender);
+    live("life: a ring's chunks of several slots", test_ring_of_wide_chunks);
     live("life: a ring's receiver", test_ring_receiver);
     live("life: a ring's arguments", test_ring_arguments);
     live("life: a ring after its peer died", test_ring_again);
