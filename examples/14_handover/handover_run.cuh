@@ -144,7 +144,8 @@ static void print_shape(const session *s)
            "pages of %lld\n",
            o->layers, o->heads, o->head_bytes, o->from.tp, o->from.head_major ? "HND" : "NHD", o->from.page_rows,
            o->to.tp, o->to.head_major ? "HND" : "NHD", o->to.page_rows);
-    printf("rings: %lld lanes of %lld slots of %.4g MB; %s; %s\n", o->lanes, o->slots, (double)slot_bytes(s) / 1048576,
+    printf("rings: %lld lanes of %lld slots of %.4g MB; %s; %s\n", o->lanes, o->slots,
+           (double)slot_bytes(o->chunk_bytes) / 1048576,
            o->sockets ? "NCCL over sockets, as between machines" : "NCCL as it likes",
            kvprim_comm_describe(&s->comms[0]));
     fflush(stdout);

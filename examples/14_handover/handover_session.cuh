@@ -24,7 +24,7 @@ enum {
     say_offer,     /* a: rank; payload: offer */
     say_request,   /* payload: ask */
     say_ready,     /* payload: the request's pages, for way_straight */
-    say_chunk,     /* a: number, b: bytes */
+    say_chunks,    /* a: number of the first, b: bytes, c: how many of its lane */
     say_credit,    /* a: lane, b: how many */
     say_cancel,    /* the decode side wants no more chunks */
     say_end,       /* a: how many chunks were sent */
@@ -223,9 +223,9 @@ static bool agree(session *s, int fd, int timeout_ms)
     return same_options(s, &a.options) && tell(s, say_welcome, s->served, 0, 0);
 }
 
-static size_t slot_bytes(const session *s)
+static size_t slot_bytes(int64_t chunk_bytes)
 {
-    return (size_t)(s->o->chunk_bytes + 127) / 128 * 128;
+    return (size_t)(chunk_bytes + 127) / 128 * 128;
 }
 
 /* For all sessions of a process. */
@@ -248,7 +248,7 @@ static void open_once(session *s)
         CU(cudaStreamCreateWithFlags(&s->nccl[k], cudaStreamNonBlocking));
         CU(cudaStreamCreateWithFlags(&s->work[k], cudaStreamNonBlocking));
     }
-    CU(cudaMalloc((void **)&s->ring_memory, (size_t)(o->lanes * o->slots) * slot_bytes(s)));
+    CU(cudaMalloc((void **)&s->ring_memory, (size_t)(o->lanes * o->slots) * slot_bytes(o->chunk_bytes)));
     CU(cudaMalloc((void **)&s->peer_slots, (size_t)o->tokens * sizeof *s->peer_slots));
     CU(cudaMalloc((void **)&s->peer_pages_on_gpu, (size_t)s->to[0].pages * sizeof *s->peer_pages_on_gpu));
     CU(cudaHostAlloc((void **)&s->peer_pages, (size_t)s->to[0].pages * sizeof *s->peer_pages, cudaHostAllocDefault));
@@ -281,13 +281,20 @@ static bool connect_comms(session *s)
     handover_guard_begin(&guard, s->link.fd, connect_ms);
     for (int k = 0; k < s->o->lanes && right; k++)
         right = connect_comm(s, k);
-    right = guard_end(s) && right;
+    return guard_end(s) && right;
+}
+
+/* Slots for chunks of a request. The last request's are free. */
+static bool open_rings(session *s, int64_t chunk_bytes)
+{
+    bool right = true;
     for (int k = 0; k < s->o->lanes && right; k++) {
         kvprim_ring_desc d;
         memset(&d, 0, sizeof d);
-        d.comm = &s->comms[k], d.peer = !s->side, d.slots = (int32_t)s->o->slots, d.slot_bytes = slot_bytes(s);
+        d.comm = &s->comms[k], d.peer = !s->side, d.slots = (int32_t)s->o->slots,
+        d.slot_bytes = slot_bytes(chunk_bytes);
         d.memory = s->ring_memory + (size_t)(k * d.slots) * d.slot_bytes, d.stream = s->nccl[k];
-        kvprim_or_exit(kvprim_ring_init(&s->rings[k], &d));
+        right = reached(s, kvprim_ring_init(&s->rings[k], &d));
     }
     return right;
 }

@@ -4,6 +4,8 @@
 
    By a ring: chunk n goes through lane n % lanes. The prefill side packs it into a slot, sends it and announces it; the
    decode side receives it into a slot, unpacks it into pages, and gives a credit back when the slot is free again.
+   Small chunks of a lane join: those in slots that follow each other are packed, sent, announced, received and unpacked
+   together, as each of that takes the host microseconds, NCCL's calls 13 (two H200s).
 
    Straight: where one process can map the other's GPU memory (CUDA's IPC: one machine, GPUs with peer access), the
    prefill side writes a request's tokens into the decode side's pages, K and V of all layers in one launch. A kernel
@@ -32,7 +34,8 @@ static int64_t bytes_of(const session *s, int64_t tokens)
 /* The chunks of a request, in the order in which they go: chunk 0 of each pair, chunk 1 of each pair, ... */
 typedef struct chunk_walk {
     int64_t count[handover_most_pairs], total;
-    int64_t next; /* chunk next / pair_count of pair next % pair_count, if it has so many */
+    int64_t number; /* of the next chunk */
+    int64_t next;   /* it is chunk next / pair_count of pair next % pair_count, if that has so many */
 } chunk_walk;
 
 static void walk_begin(const session *s, const ask *a, chunk_walk *w)
@@ -47,29 +50,47 @@ static void walk_begin(const session *s, const ask *a, chunk_walk *w)
     }
 }
 
-/* The next chunk and its pair. */
-static pair walk_next(const session *s, const ask *a, chunk_walk *w, handover_chunk *chunk)
+/* The next chunk and its pair. Goes on to the chunk that is `steps` after it. */
+static pair walk_next(const session *s, const ask *a, chunk_walk *w, int64_t steps, handover_chunk *chunk)
 {
-    while (w->next / s->pair_count >= w->count[w->next % s->pair_count])
-        w->next++;
-    const pair p = s->pairs[w->next % s->pair_count];
-    handover_chunk_at(&s->from[p.from], &s->to[p.to], a->tokens, (size_t)a->chunk_bytes, w->next / s->pair_count,
-                      chunk);
-    w->next++;
+    pair p = {0, 0};
+    for (int64_t k = 0; k < steps && w->number < w->total; k++, w->number++, w->next++) {
+        while (w->next / s->pair_count >= w->count[w->next % s->pair_count])
+            w->next++;
+        if (k > 0)
+            continue;
+        p = s->pairs[w->next % s->pair_count];
+        handover_chunk_at(&s->from[p.from], &s->to[p.to], a->tokens, (size_t)a->chunk_bytes, w->next / s->pair_count,
+                          chunk);
+    }
     return p;
 }
 
-/* The prefill side packs the chunk into `memory`, the decode side unpacks it. */
-static void move_chunk(session *s, pair p, const handover_chunk *chunk, void *memory, cudaStream_t stream)
+/* A walk along the chunks of each lane. */
+static void walk_lanes(const session *s, const ask *a, chunk_walk *walks)
+{
+    handover_chunk skipped;
+    for (int lane = 0; lane < s->o->lanes; lane++) {
+        walk_begin(s, a, &walks[lane]);
+        if (lane > 0)
+            (void)walk_next(s, a, &walks[lane], lane, &skipped);
+    }
+}
+
+/* On the prefill side packing a chunk into `memory`, on the decode side unpacking it. */
+static void chunk_moves(session *s, pair p, const handover_chunk *chunk, void *memory, kvprim_move moves[2])
 {
     const handover_side *const mine = &s->mine;
-    kvprim_move moves[2];
+    kvprim_or_exit(handover_chunk_moves(s->side == 0 ? &s->from[p.from] : &s->to[p.to], chunk, memory, mine->slots,
+                                        mine->rejected, s->side == 0 ? handover_pack : handover_unpack, moves));
+}
+
+static void run_moves(session *s, const kvprim_move *moves, size_t n, cudaStream_t stream)
+{
     kvprim_cuda_launch launch;
     memset(&launch, 0, sizeof launch);
     launch.stream = stream, launch.max_sms = (int32_t)s->o->max_sms;
-    kvprim_or_exit(handover_chunk_moves(s->side == 0 ? &s->from[p.from] : &s->to[p.to], chunk, memory, mine->slots,
-                                        mine->rejected, s->side == 0 ? handover_pack : handover_unpack, moves));
-    kvprim_or_exit(kvprim_cuda_move(moves, 2, &launch));
+    kvprim_or_exit(kvprim_cuda_move(moves, n, &launch));
 }
 
 static void die_if_due(session *s)
@@ -81,9 +102,21 @@ static void die_if_due(session *s)
 
 /* ---- the ring: the prefill side ---- */
 
-/* What the decode side has said about a request that goes out. */
+/* Chunks that join have joined_bytes at most, and half of a ring's slots: while these are under way, the others are
+   filled. */
+enum { joined_bytes = 16 << 20, most_joined = 4 };
+
+static int64_t joined_chunks(const session *s)
+{
+    int64_t n = joined_bytes / (int64_t)s->rings[0].desc.slot_bytes;
+    n = n > s->o->slots / 2 ? s->o->slots / 2 : n;
+    return n < 1 ? 1 : n > most_joined ? int64_t(most_joined) : n;
+}
+
+/* A request that goes out, and what the decode side has said about it. */
 typedef struct outgoing {
-    int64_t sent;
+    chunk_walk walk[handover_most_lanes];
+    int64_t sent, claimed[handover_most_lanes];
     bool cancelled, ended, acknowledged;
     handover_message ack;
 } outgoing;
@@ -119,39 +152,53 @@ static bool hear_decode_side(session *s, outgoing *out, int wait_ms)
     return linked(s, n >= 0) && (out->acknowledged || check_comms(s));
 }
 
-/* Packs, sends and announces one chunk, if its lane has a credit. */
-static bool send_chunk(session *s, const ask *a, chunk_walk *walk, int64_t number, bool *sent)
+/* Packs, sends and announces up to `most` chunks of a lane in one message, as many as there are credits for. */
+static bool send_chunks(session *s, const ask *a, outgoing *out, int lane, int64_t most)
 {
-    const int lane = (int)(number % s->o->lanes);
-    handover_chunk chunk;
-    void *slot;
-    *sent = false;
-    if (!reached(s, kvprim_ring_claim(&s->rings[lane], s->work[lane], &slot)))
-        return false;
-    if (!slot)
+    chunk_walk *const walk = &out->walk[lane];
+    const int64_t number = walk->number;
+    kvprim_move moves[2 * most_joined];
+    size_t bytes = 0, n = 0;
+    for (; (int64_t)n < most && walk->number < walk->total; n++) {
+        handover_chunk chunk;
+        void *slot;
+        if (n > 0 && out->claimed[lane] % s->o->slots == 0) /* the first slot does not follow the last one */
+            break;
+        if (!reached(s, kvprim_ring_claim(&s->rings[lane], s->work[lane], &slot)))
+            return false;
+        if (!slot)
+            break;
+        out->claimed[lane]++, out->sent++;
+        const pair p = walk_next(s, a, walk, s->o->lanes, &chunk);
+        chunk_moves(s, p, &chunk, slot, moves + 2 * n);
+        bytes = n * s->rings[lane].desc.slot_bytes + chunk.bytes;
+    }
+    if (n == 0)
         return true;
-    const pair p = walk_next(s, a, walk, &chunk);
-    move_chunk(s, p, &chunk, slot, s->work[lane]);
-    *sent = true;
-    return reached(s, kvprim_ring_send(&s->rings[lane], chunk.bytes, s->work[lane])) &&
-           tell(s, say_chunk, number, (int64_t)chunk.bytes, 0);
+    run_moves(s, moves, 2 * n, s->work[lane]);
+    if (!reached(s, kvprim_ring_send(&s->rings[lane], bytes, s->work[lane])) ||
+        !tell(s, say_chunks, number, (int64_t)bytes, (int64_t)n))
+        return false;
+    for (; n > 0; n--)
+        die_if_due(s);
+    return true;
 }
 
 /* cancel_at: this side cancels after so many chunks; -1: it does not. */
 static bool send_by_ring(session *s, const ask *a, int64_t cancel_at, handover_message *ack)
 {
-    chunk_walk walk;
     outgoing out;
     memset(&out, 0, sizeof out);
-    walk_begin(s, a, &walk);
-    while (out.sent < walk.total && !out.cancelled && out.sent != cancel_at) {
-        bool one;
-        if (!send_chunk(s, a, &walk, out.sent, &one))
-            return false;
-        if (one)
-            die_if_due(s);
-        out.sent += one;
-        if (!hear_decode_side(s, &out, one ? 0 : 20))
+    walk_lanes(s, a, out.walk);
+    const int64_t total = cancel_at < 0 || cancel_at > out.walk[0].total ? out.walk[0].total : cancel_at;
+    while (out.sent < total && !out.cancelled) {
+        const int64_t before = out.sent;
+        for (int lane = 0; lane < s->o->lanes; lane++) {
+            const int64_t most = joined_chunks(s), left = total - out.sent;
+            if (!send_chunks(s, a, &out, lane, left < most ? left : most))
+                return false;
+        }
+        if (!hear_decode_side(s, &out, out.sent > before ? 0 : 20))
             return false;
     }
     out.ended = true;
@@ -168,7 +215,7 @@ static bool send_by_ring(session *s, const ask *a, int64_t cancel_at, handover_m
 
 /* A request that is coming in. */
 typedef struct incoming {
-    chunk_walk walk;
+    chunk_walk walk[handover_most_lanes];
     handover_chunk recent[handover_most_lanes * KVPRIM_MAX_RING_SLOTS]; /* chunk n at n % (lanes * slots) */
     int32_t left[handover_most_layers];                                 /* chunks that a layer still lacks */
     int64_t received, taken[handover_most_lanes], all_taken, announced_end;
@@ -184,13 +231,13 @@ static void incoming_begin(session *s, const ask *a, incoming *in)
     handover_chunk chunk;
     memset(in, 0, sizeof *in);
     in->announced_end = -1;
-    walk_begin(s, a, &in->walk);
-    for (int64_t n = 0; n < in->walk.total; n++) {
-        (void)walk_next(s, a, &in->walk, &chunk);
+    walk_begin(s, a, &in->walk[0]);
+    while (in->walk[0].number < in->walk[0].total) {
+        (void)walk_next(s, a, &in->walk[0], 1, &chunk);
         for (int32_t l = 0; l < chunk.layers; l++)
             in->left[chunk.first_layer + l]++;
     }
-    walk_begin(s, a, &in->walk);
+    walk_lanes(s, a, in->walk);
 }
 
 static handover_chunk *recent(const session *s, incoming *in, int64_t number)
@@ -198,31 +245,43 @@ static handover_chunk *recent(const session *s, incoming *in, int64_t number)
     return &in->recent[number % (s->o->lanes * s->o->slots)];
 }
 
-/* Receives an announced chunk. One that comes after this side has cancelled is dropped. */
-static bool receive_chunk(session *s, const ask *a, incoming *in, int64_t number, int64_t bytes)
+/* Receives n announced chunks of a lane, from chunk `number` on. Those that come after this side has cancelled are
+   dropped. */
+static bool receive_chunks(session *s, const ask *a, incoming *in, int64_t number, int64_t bytes, int64_t n)
 {
+    const int lane = number < 0 ? 0 : (int)(number % s->o->lanes);
+    chunk_walk *const walk = &in->walk[lane];
+    const size_t slot_bytes = s->rings[lane].desc.slot_bytes;
+    kvprim_move moves[2 * most_joined];
+    pair pairs[most_joined];
     void *slot;
-    if (number != in->received || number >= in->walk.total)
-        return lose(s, "the peer announced a chunk out of turn");
-    const int lane = (int)(number % s->o->lanes);
-    handover_chunk *const chunk = recent(s, in, number);
-    const pair p = walk_next(s, a, &in->walk, chunk);
-    if (bytes != (int64_t)chunk->bytes)
-        return lose(s, "the peer announced a chunk of another size");
-    if (!reached(s, kvprim_ring_recv(&s->rings[lane], chunk->bytes, s->work[lane], &slot)))
+    if (number != walk->number || n < 1 || n > most_joined || number + (n - 1) * s->o->lanes >= walk->total)
+        return lose(s, "the peer announced chunks out of turn");
+    for (int64_t k = 0; k < n; k++)
+        pairs[k] = walk_next(s, a, walk, s->o->lanes, recent(s, in, number + k * s->o->lanes));
+    const handover_chunk *const last = recent(s, in, number + (n - 1) * s->o->lanes);
+    if (bytes != (n - 1) * (int64_t)slot_bytes + (int64_t)last->bytes)
+        return lose(s, "the peer announced chunks of another size");
+    if (!reached(s, kvprim_ring_recv(&s->rings[lane], (size_t)bytes, s->work[lane], &slot)))
         return false;
-    if (in->cancelled)
-        chunk->layers = 0;
-    else
-        move_chunk(s, p, chunk, slot, s->work[lane]);
-    in->received++;
-    die_if_due(s);
-    if (in->received == a->cancel_at && !in->cancelled) {
+    for (int64_t k = 0; k < n; k++) {
+        handover_chunk *const chunk = recent(s, in, number + k * s->o->lanes);
+        chunk_moves(s, pairs[k], chunk, (char *)slot + (size_t)k * slot_bytes, moves + 2 * k);
+        chunk->layers = in->cancelled ? 0 : chunk->layers;
+        in->received++;
+        die_if_due(s);
+    }
+    if (!in->cancelled)
+        run_moves(s, moves, 2 * (size_t)n, s->work[lane]);
+    if (a->cancel_at > 0 && in->received >= a->cancel_at && !in->cancelled) {
         in->cancelled = true;
         if (!tell(s, say_cancel, 0, 0, 0))
             return false;
     }
-    return reached(s, kvprim_ring_release(&s->rings[lane], s->work[lane]));
+    for (int64_t k = 0; k < n; k++)
+        if (!reached(s, kvprim_ring_release(&s->rings[lane], s->work[lane])))
+            return false;
+    return true;
 }
 
 /* Notes which layers are complete with a chunk that was unpacked. */
@@ -259,7 +318,7 @@ static bool receive_by_ring(session *s, const ask *a)
     incoming *const in = &state;
     handover_message m;
     incoming_begin(s, a, in);
-    if (!tell(s, say_ready, 0, 0, 0))
+    if (!open_rings(s, a->chunk_bytes) || !tell(s, say_ready, 0, 0, 0))
         return false;
     in->begun_us = handover_now_us();
     while (in->announced_end < 0 || in->all_taken < in->announced_end) {
@@ -269,9 +328,9 @@ static bool receive_by_ring(session *s, const ask *a)
             return linked(s, false);
         if (n > 0 && m.kind == say_end && m.a == in->received)
             in->announced_end = m.a;
-        else if (n > 0 && m.kind != say_chunk)
+        else if (n > 0 && m.kind != say_chunks)
             return lose(s, "the peer sent a message that is not due");
-        else if (n > 0 && !receive_chunk(s, a, in, m.a, m.b))
+        else if (n > 0 && !receive_chunks(s, a, in, m.a, m.b, m.c))
             return false;
         if (busy || in->announced_end >= 0)
             s->link.heard_us = handover_now_us(); /* it owes bytes, for which NCCL's deadline counts, or nothing */
@@ -325,7 +384,7 @@ static bool transfer(session *s, const ask *a, int64_t cancel_at, outcome *out)
 {
     handover_message m;
     const int64_t pages = a->way == way_straight ? (a->tokens - 1) / s->to[0].page_rows + 1 : 0;
-    if (!tell_bytes(s, say_request, 0, a, sizeof *a) ||
+    if ((a->way == way_ring && !open_rings(s, a->chunk_bytes)) || !tell_bytes(s, say_request, 0, a, sizeof *a) ||
         !expect(s, say_ready, &m, (size_t)pages * sizeof *s->peer_pages))
         return false;
     const int64_t begun_us = handover_now_us();

@@ -66,8 +66,10 @@ static void move_all(session *s, const ask *a)
     whole.chunk_bytes = INT64_MAX;
     walk_begin(s, &whole, &walk);
     for (int64_t n = 0; n < walk.total; n++, at += chunk.bytes) {
-        const pair p = walk_next(s, &whole, &walk, &chunk);
-        move_chunk(s, p, &chunk, plain + at, s->nccl[0]);
+        kvprim_move moves[2];
+        const pair p = walk_next(s, &whole, &walk, 1, &chunk);
+        chunk_moves(s, p, &chunk, plain + at, moves);
+        run_moves(s, moves, 2, s->nccl[0]);
     }
 }
 
