@@ -1955,13 +1955,7 @@ static inline uint8x8_t kvpi_equal8_neon(const int32_t *a, const int32_t *b)
     return vmovn_u16(vcombine_u16(low, high));
 }
 
-/* How many of 8 or 16 leading tokens are equal. */
-static inline size_t kvpi_first8_neon(const int32_t *a, const int32_t *b)
-{
-    const uint64_t diff = ~vget_lane_u64(vreinterpret_u64_u8(kvpi_equal8_neon(a, b)), 0);
-    return diff ? (size_t)__builtin_ctzll(diff) / 8 : 8;
-}
-
+/* How many of 16 leading tokens are equal. */
 static inline size_t kvpi_first16_neon(const int32_t *a, const int32_t *b)
 {
     const uint8x16_t equal = vcombine_u8(kvpi_equal8_neon(a, b), kvpi_equal8_neon(a + 8, b + 8));
@@ -1982,12 +1976,8 @@ KVPRIM_API size_t kvprim_prefix_i32_neon(const int32_t *a, size_t a_len, const i
 {
     const size_t n = kvpi_min(a_len, b_len);
     size_t i = 0;
-    if (n < 8)
+    if (n < 16)
         return kvprim_prefix_i32_scalar(a, n, b, n);
-    if (n < 16) {
-        const size_t first = kvpi_first8_neon(a, b);
-        return first < 8 ? first : n - 8 + kvpi_first8_neon(a + n - 8, b + n - 8);
-    }
     for (; i + 16 <= n; i += 16)
         if (!kvpi_same16_neon(a + i, b + i))
             return i + kvpi_first16_neon(a + i, b + i);
@@ -2819,21 +2809,6 @@ static size_t kvpi_index_align(kvprim_index_type type)
 
 /* >>impl_check_layers -- overlap of layers */
 
-/* Whether each layer starts after the one before it. The loop has no branch, so that compilers use vectors. Addresses
-   from 2^63 on count as not ascending, which only takes longer to check. */
-static int kvpi_layers_ascend(const kvprim_side *side, int32_t n)
-{
-    void *const *const layers = side->layers;
-    if (!layers)
-        return side->layer_stride > 0;
-    uint64_t less = UINT64_MAX, high = (uint64_t)(uintptr_t)layers[0];
-    for (int32_t l = 1; l < n; l++) {
-        const uint64_t before = (uint64_t)(uintptr_t)layers[l - 1], address = (uint64_t)(uintptr_t)layers[l];
-        less &= before - address, high |= address;
-    }
-    return (less & ~high) >> 63 != 0;
-}
-
 /* With `apart` no layer of dst overlaps a layer of src. Otherwise none is the same as another layer of dst. */
 KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart);
 
@@ -3089,19 +3064,18 @@ static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, i
     return KVPRIM_OK;
 }
 
-/* Finds the lowest layer, *first, and the highest, *last. Returns whether each starts after the one before it. */
+/* Finds the lowest layer, *first, and the highest, *last; both are layer 0 before. Returns whether each starts after the
+   one before it. */
 static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char **first, const char **last)
 {
-    const int32_t n = m->layers;
-    *last = kvprim_side_layer(side, n - 1);
-    if (kvpi_layers_ascend(side, n))
-        return 1;
-    for (int32_t l = 0; l < n; l++) {
+    int ascends = 1;
+    for (int32_t l = 1; l < m->layers; l++) {
         const char *const data = kvprim_side_layer(side, l);
+        ascends &= data > *last;
         *first = data < *first ? data : *first;
         *last = data > *last ? data : *last;
     }
-    return 0;
+    return ascends;
 }
 
 /* A side's rows. Its device layers are not known here. */
@@ -3109,7 +3083,7 @@ KVPRIM_INLINE kvprim_status kvpi_add_rows(kvpi_uses *u, const kvprim_move *m, co
 {
     const int written = side == &m->dst;
     const char *first = (const char *)side->table.data, *last = first;
-    const int ascends = m->layers == 1 || !first || kvpi_hull(m, side, &first, &last);
+    const int ascends = !first || kvpi_hull(m, side, &first, &last);
     const uint64_t bytes = (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes;
     kvpi_use *const use =
         kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first, bytes, 1);
@@ -3324,12 +3298,7 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
     KVPRIM_REFUSE(side->layer_stride, ARGUMENT, "%s: both %s_%slayers and %s_layer_stride are set", m->names->function,
                   name, device, name);
     side->table.data = side->layers ? side->layers[0] : NULL;
-    uint64_t null = 0; /* bit 63 is set if a layer is NULL; the loop has no branch */
-    for (int32_t l = 0; side->layers && l < m->layers; l++) {
-        const uint64_t address = (uint64_t)(uintptr_t)side->layers[l];
-        null |= (address - 1) & ~address;
-    }
-    for (int32_t l = 0; null >> 63 && l < m->layers && kvpi_used_rows(m, side) > 0; l++)
+    for (int32_t l = 0; side->layers && l < m->layers && kvpi_used_rows(m, side) > 0; l++)
         KVPRIM_REFUSE(!side->layers[l], NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
                       (int)l);
     return KVPRIM_OK;
