@@ -2325,10 +2325,12 @@ typedef struct kvpi_number {
 } kvpi_number;
 
 /* `of`: " of " and a name, or "". */
-static kvprim_status kvpi_fail_reserved(const char *function, const char *of, const char *name, const char *member)
+static kvprim_status kvpi_check_reserved(int64_t field, const char *function, const char *of, const char *name,
+                                         const char *member)
 {
-    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field%s%s%s is not 0: zero-initialise the structure",
-                       function, of, name, member);
+    KVPRIM_REFUSE(field != 0, ARGUMENT, "%s: a reserved field%s%s%s is not 0: zero-initialise the structure", function,
+                  of, name, member);
+    return KVPRIM_OK;
 }
 
 /* The rows of a side that a move can touch. */
@@ -2374,9 +2376,7 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
         return kvpi_fail_field(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
     if (t->heads > 1 && t->head_stride < piece && !shared)
         return kvpi_fail_field(m, side, "head_stride", t->head_stride, least, (uint64_t)piece);
-    if (t->reserved_heads | t->reserved)
-        return kvpi_fail_reserved(m->names->function, " of ", kvpi_name(m, side), "");
-    return KVPRIM_OK;
+    return kvpi_check_reserved(t->reserved_heads | t->reserved, m->names->function, " of ", kvpi_name(m, side), "");
 }
 
 /* One loop over a table's memory: n steps of `stride` bytes. */
@@ -2522,8 +2522,7 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
 {
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale;
-    if (f->reserved)
-        return kvpi_fail_reserved(m->names->function, " of ", kvpi_name(m, side), ".format");
+    KVPRIM_TRY(kvpi_check_reserved(f->reserved, m->names->function, " of ", kvpi_name(m, side), ".format"));
     if (kind < 0 || kind > KVPRIM_SCALE_TILE)
         return kvpi_fail_format(m, side, "scale", kind, "no kind of scale");
     if (kind && !kvpi_is_quantised(f->dtype))
@@ -3242,8 +3241,7 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     KVPRIM_REFUSE(!d->index, NULL, "kvprim_gather: index is NULL");
     KVPRIM_REFUSE(d->keep_padding != 0 && d->keep_padding != 1, ARGUMENT,
                   "kvprim_gather: keep_padding is %d, neither 0 nor 1", (int)d->keep_padding);
-    if (d->reserved)
-        return kvpi_fail_reserved("kvprim_gather", "", "", "");
+    KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_gather", "", "", ""));
     kvpi_uses uses;
     uses.count = 0;
     return kvpi_check_move(m, &uses, 0);
@@ -3268,8 +3266,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     if (d->count == 0)
         return KVPRIM_OK;
     KVPRIM_REFUSE(!d->slot, NULL, "kvprim_store: slot is NULL");
-    if (d->reserved_slot | d->reserved)
-        return kvpi_fail_reserved("kvprim_store", "", "", "");
+    KVPRIM_TRY(kvpi_check_reserved(d->reserved_slot | d->reserved, "kvprim_store", "", "", ""));
     KVPRIM_REFUSE(!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows, NULL,
                   "kvprim_store: v_cache.data is NULL, but %s is set", d->v.data ? "v.data" : "v_bytes");
     kvpi_uses uses;
@@ -3321,8 +3318,7 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
     m->same_cache = d->same_cache;
     if (m->count == 0)
         return KVPRIM_OK;
-    if (d->reserved)
-        return kvpi_fail_reserved("kvprim_transfer", "", "", "");
+    KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_transfer", "", "", ""));
     KVPRIM_REFUSE(d->host_index != 0 && d->host_index != 1, ARGUMENT,
                   "kvprim_transfer: host_index is %d, neither 0 nor 1", (int)d->host_index);
     KVPRIM_REFUSE(d->layers < 0 || d->layers > KVPRIM_MAX_LAYERS, SIZE,
@@ -4316,8 +4312,7 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
                   d->cu_seqlens, mixed, d->request ? d->request : d->position);
     KVPRIM_REFUSE(d->starts && !d->cu_seqlens, ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
                   d->starts);
-    if (d->reserved_pages | d->reserved_token | d->reserved_slot)
-        return kvpi_fail_reserved(function, "", "", "");
+    KVPRIM_TRY(kvpi_check_reserved(d->reserved_pages | d->reserved_token | d->reserved_slot, function, "", "", ""));
     const kvpi_number types[] = {
         {"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
     for (int k = 0; k < 3; k++)
@@ -4959,11 +4954,9 @@ static kvprim_status kvpi_check_set_memory(const char *function, const kvprim_fe
     KVPRIM_TRY(kvpi_check_set(function, d));
     const kvpi_bounds bytes[] = {{"set.bytes", d->bytes, kvpi_fetch_layout_of(d).bytes, INT64_MAX, KVPRIM_ERROR_SIZE}};
     KVPRIM_TRY(KVPRIM_CHECK_RANGES(function, bytes));
-    if (!d->memory)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: set.memory is NULL", function);
-    if ((uintptr_t)d->memory % 16)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: set.memory (%p) is not aligned to 16 bytes", function,
-                           d->memory);
+    KVPRIM_REFUSE(!d->memory, NULL, "%s: set.memory is NULL", function);
+    KVPRIM_REFUSE((uintptr_t)d->memory % 16, ARGUMENT, "%s: set.memory (%p) is not aligned to 16 bytes", function,
+                  d->memory);
     return KVPRIM_OK;
 }
 
@@ -5004,8 +4997,7 @@ static kvprim_status kvpi_check_fetch_fields(const char *function, kvprim_fetch_
         {"pages_type", d->pages_type, pages ? KVPRIM_I32 : 0, KVPRIM_I64, argument},
         {"reserved_steps", d->reserved_steps, 0, 0, argument},
         {"reserved", d->reserved, 0, 0, argument}};
-    if (null)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    KVPRIM_REFUSE(null, NULL, "%s: %s is NULL", function, null);
     return KVPRIM_CHECK_RANGES(function, ranges);
 }
 
@@ -5024,9 +5016,8 @@ static kvprim_status kvpi_check_fetch_part(const kvprim_fetch_desc *d, int part,
     if (!used)
         return KVPRIM_OK;
     for (int side = 0; side < 2; side++)
-        if ((side ? src : hot)->format)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_fetch: %s.format is set, but rows move as they are",
-                               side ? names[part].src : names[part].dst);
+        KVPRIM_REFUSE((side ? src : hot)->format, ARGUMENT, "kvprim_fetch: %s.format is set, but rows move as they are",
+                      side ? names[part].src : names[part].dst);
     KVPRIM_TRY(kvpi_check_sides(m));
     if (hot->rows < hot_rows)
         return kvpi_fail_field(m, &m->dst, "rows", hot->rows, "less than set.states * set.hot_rows,",
@@ -5115,8 +5106,7 @@ KVPRIM_API size_t kvprim_fetch_state_bytes(const kvprim_fetch_set *set)
 KVPRIM_API kvprim_status kvprim_fetch_reset_check(const kvprim_fetch_set *set, int64_t state)
 {
     static const char function[] = "kvprim_fetch_reset";
-    if (!set)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: set is NULL", function);
+    KVPRIM_REFUSE(!set, NULL, "%s: set is NULL", function);
     KVPRIM_TRY(kvpi_check_set_memory(function, set));
     if (state < -1 || state >= set->states)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: state is %lld, less than -1 or not less than set.states, %lld",
