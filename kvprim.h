@@ -4745,30 +4745,23 @@ static kvprim_status kvpi_check_buffers(const char *function, const char *null, 
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpi_check_item(const kvprim_copy_item *items, size_t i)
+/* No destination shares a byte with the items, either. */
+static kvprim_status kvpi_check_item(const kvprim_copy_desc *d, size_t i)
 {
-    const kvprim_copy_item c = items[i];
+    const kvprim_copy_item c = d->items[i];
     const uint64_t dst = (uint64_t)(uintptr_t)c.dst, src = (uint64_t)(uintptr_t)c.src;
-    const uint64_t room = (uint64_t)UINTPTR_MAX - (dst > src ? dst : src);
-    if (c.bytes == 0 || (c.dst && c.bytes - 1 <= room))
+    const uint64_t room = (uint64_t)UINTPTR_MAX - (dst > src ? dst : src), items_bytes = d->count * sizeof *d->items;
+    if (c.bytes == 0 || (c.dst && c.bytes - 1 <= room && !kvpi_overlap(c.dst, c.bytes, d->items, items_bytes)))
         return KVPRIM_OK;
     KVPRIM_REFUSE(!c.dst, NULL, "kvprim_copy: items[%llu].dst is NULL, and its bytes are %llu", (unsigned long long)i,
                   (unsigned long long)c.bytes);
-    return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_copy: items[%llu] is %llu bytes from %s %p on, past the last address",
-                       (unsigned long long)i, (unsigned long long)c.bytes, dst > src ? "dst" : "src",
-                       dst > src ? c.dst : c.src);
-}
-
-/* No destination shares a byte with the items. */
-static kvprim_status kvpi_check_items_apart(const kvprim_copy_desc *d)
-{
-    const uint64_t bytes = d->count * sizeof *d->items;
-    for (size_t i = 0; i < d->count; i++)
-        KVPRIM_REFUSE(kvpi_overlap(d->items[i].dst, d->items[i].bytes, d->items, bytes), OVERLAP,
-                      "kvprim_copy: dst of items[%llu] (%p, %llu bytes) overlaps items (%p, %llu bytes)",
-                      (unsigned long long)i, d->items[i].dst, (unsigned long long)d->items[i].bytes,
-                      (const void *)d->items, (unsigned long long)bytes);
-    return KVPRIM_OK;
+    KVPRIM_REFUSE(c.bytes - 1 > room, SIZE,
+                  "kvprim_copy: items[%llu] is %llu bytes from %s %p on, past the last address", (unsigned long long)i,
+                  (unsigned long long)c.bytes, dst > src ? "dst" : "src", dst > src ? c.dst : c.src);
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                       "kvprim_copy: dst of items[%llu] (%p, %llu bytes) overlaps items (%p, %llu bytes)",
+                       (unsigned long long)i, c.dst, (unsigned long long)c.bytes, (const void *)d->items,
+                       (unsigned long long)items_bytes);
 }
 
 KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
@@ -4781,12 +4774,8 @@ KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
     KVPRIM_REFUSE(desc->count > KVPRIM_MAX_COPIES, SIZE, "%s: count is %llu, more than %d", function,
                   (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
     for (size_t i = 0; i < desc->count; i++)
-        KVPRIM_TRY(kvpi_check_item(desc->items, i));
+        KVPRIM_TRY(kvpi_check_item(desc, i));
     const kvpi_list list = {function, "items", desc->items, NULL, {0, 0}, desc->count, NULL, {0, 0}, kvpi_debug};
-    const kvpi_ends dst = kvpi_list_ends(&list, kvpi_dst);
-    const uint64_t items = (uint64_t)(uintptr_t)desc->items;
-    if (dst.first <= items + desc->count * sizeof *desc->items - 1 && dst.last >= items)
-        KVPRIM_TRY(kvpi_check_items_apart(desc));
     return kvpi_check_list(&list);
 }
 
