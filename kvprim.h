@@ -4810,21 +4810,6 @@ static kvprim_status kvpi_check_fragment(const kvprim_unpack_desc *d, size_t i)
                        (unsigned long long)(src_bad ? d->src_bytes : d->dst_bytes));
 }
 
-/* Returns whether all fragments lie in buffers of less than 2^63 bytes: then no number below has bit 63. Nothing
-   branches on the data: a GPU's launch takes only as long as the check of 3,000 fragments. */
-static int kvpi_fragments_fit(const kvprim_unpack_desc *d)
-{
-    const kvprim_fragment *const f = d->fragments;
-    const uint64_t src_bytes = d->src_bytes, dst_bytes = d->dst_bytes;
-    uint64_t bits = src_bytes | dst_bytes;
-    for (size_t i = 0; i < d->count; i++) {
-        const uint64_t bytes = f[i].bytes, src = f[i].src_offset, dst = f[i].dst_offset;
-        const uint64_t src_room = src_bytes - bytes, dst_room = dst_bytes - bytes;
-        bits |= bytes | src | dst | src_room | dst_room | (src_room - src) | (dst_room - dst);
-    }
-    return bits >> 63 == 0;
-}
-
 KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
 {
     static const char function[] = "kvprim_unpack";
@@ -4837,9 +4822,8 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
     KVPRIM_REFUSE(kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes), OVERLAP,
                   "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function, desc->dst,
                   (unsigned long long)desc->dst_bytes, (const void *)desc->fragments);
-    if (!kvpi_fragments_fit(desc))
-        for (size_t i = 0; i < desc->count; i++)
-            KVPRIM_TRY(kvpi_check_fragment(desc, i));
+    for (size_t i = 0; i < desc->count; i++)
+        KVPRIM_TRY(kvpi_check_fragment(desc, i));
     const kvpi_list list = {
         function,    "fragments", NULL,   desc->fragments, {(uintptr_t)desc->dst, (uintptr_t)desc->src},
         desc->count, NULL,        {0, 0}, kvpi_debug};
