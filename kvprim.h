@@ -2806,7 +2806,7 @@ static size_t kvpi_index_align(kvprim_index_type type)
     return type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4;
 }
 
-/* >>impl_check_layers -- overlap of layers */
+/* >>impl_check_layers -- whether layers are one cache, or apart (in >>impl_list) */
 
 /* With `apart` no layer of dst overlaps a layer of src. Otherwise none is the same as another layer of dst. */
 KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart);
@@ -4707,14 +4707,14 @@ static kvprim_status kvpi_check_list(const kvpi_list *l)
     kvpi_sweep s;
     s.list = l;
     s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
-    if (l->alone)
-        return kvpi_sweep_range(&s, 0, UINT64_MAX);
     const kvpi_ends dst = kvpi_list_ends(l, kvpi_dst), src = kvpi_list_ends(l, kvpi_src);
     const uint64_t first = dst.first < src.first ? dst.first : src.first, low = dst.first + src.first - first;
     const uint64_t last = dst.last > src.last ? dst.last : src.last, high = dst.last + src.last - last;
     KVPRIM_REFUSE(low <= high && l->count > KVPRIM_MAX_COPIES, SIZE,
                   "%s: count is %llu, more than %d, and sources lie between destinations", l->function,
                   (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
+    if (l->alone)
+        return first > last ? KVPRIM_OK : kvpi_sweep_range(&s, first, last - first);
     if (low > high || kvpi_pages_apart(&s, low, high))
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* below `low` all are of one side; low > 0, as NULL is refused */
