@@ -1955,7 +1955,13 @@ static inline uint8x8_t kvpi_equal8_neon(const int32_t *a, const int32_t *b)
     return vmovn_u16(vcombine_u16(low, high));
 }
 
-/* How many of 16 leading tokens are equal. */
+/* How many of 8 or 16 leading tokens are equal. */
+static inline size_t kvpi_first8_neon(const int32_t *a, const int32_t *b)
+{
+    const uint64_t diff = ~vget_lane_u64(vreinterpret_u64_u8(kvpi_equal8_neon(a, b)), 0);
+    return diff ? (size_t)__builtin_ctzll(diff) / 8 : 8;
+}
+
 static inline size_t kvpi_first16_neon(const int32_t *a, const int32_t *b)
 {
     const uint8x16_t equal = vcombine_u8(kvpi_equal8_neon(a, b), kvpi_equal8_neon(a + 8, b + 8));
@@ -1976,8 +1982,12 @@ KVPRIM_API size_t kvprim_prefix_i32_neon(const int32_t *a, size_t a_len, const i
 {
     const size_t n = kvpi_min(a_len, b_len);
     size_t i = 0;
-    if (n < 16)
+    if (n < 8)
         return kvprim_prefix_i32_scalar(a, n, b, n);
+    if (n < 16) {
+        const size_t first = kvpi_first8_neon(a, b);
+        return first < 8 ? first : n - 8 + kvpi_first8_neon(a + n - 8, b + n - 8);
+    }
     for (; i + 16 <= n; i += 16)
         if (!kvpi_same16_neon(a + i, b + i))
             return i + kvpi_first16_neon(a + i, b + i);
@@ -2806,10 +2816,133 @@ static size_t kvpi_index_align(kvprim_index_type type)
     return type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4;
 }
 
-/* >>impl_check_layers -- whether layers are one cache, or apart (in >>impl_list) */
+/* >>impl_check_layers -- overlap of layers */
+
+enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
+
+/* Whether each layer starts after the one before it. The loop has no branch, so that compilers use vectors. Addresses
+   from 2^63 on count as not ascending, which only takes longer to check. */
+static int kvpi_layers_ascend(const kvprim_side *side, int32_t n)
+{
+    void *const *const layers = side->layers;
+    if (!layers)
+        return side->layer_stride > 0;
+    uint64_t less = UINT64_MAX, high = (uint64_t)(uintptr_t)layers[0];
+    for (int32_t l = 1; l < n; l++) {
+        const uint64_t before = (uint64_t)(uintptr_t)layers[l - 1], address = (uint64_t)(uintptr_t)layers[l];
+        less &= before - address, high |= address;
+    }
+    return (less & ~high) >> 63 != 0;
+}
+
+/* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
+   mostly form few runs: all of K, then all of V. */
+static uint64_t *kvpi_sort(uint64_t *a, uint64_t *other, int32_t n)
+{
+    for (;;) {
+        uint64_t *const from = a;
+        int32_t out = 0, merges = 0;
+        for (int32_t x = 0; x < n; merges++) {
+            int32_t x_end = x + 1;
+            while (x_end < n && from[x_end] >= from[x_end - 1])
+                x_end++;
+            if (x_end - x == n)
+                return from;
+            int32_t y = x_end, y_end = x_end < n ? x_end + 1 : n;
+            while (y_end < n && from[y_end] >= from[y_end - 1])
+                y_end++;
+            while (x < x_end && y < y_end)
+                other[out++] = from[x] <= from[y] ? from[x++] : from[y++];
+            while (x < x_end)
+                other[out++] = from[x++];
+            while (y < y_end)
+                other[out++] = from[y++];
+            x = y_end;
+        }
+        a = other, other = from;
+        if (merges == 1)
+            return a;
+    }
+}
+
+static uint64_t kvpi_layer_address(const kvprim_side *side, int32_t l)
+{
+    return (uint64_t)(uintptr_t)kvprim_side_layer(side, l);
+}
+
+/* The first of n > 0 sorted addresses that is at least x, or n. No branch depends on addresses: none is predictable. */
+static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
+{
+    const uint64_t *low = sorted;
+    while (n > 1) {
+        const int32_t half = n / 2;
+        low += half & -(int32_t)(low[half - 1] < x);
+        n -= half;
+    }
+    return (int32_t)(low - sorted) + (*low < x);
+}
+
+static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64_t src)
+{
+    int32_t i = 0, j = 0;
+    while (kvpi_layer_address(&m->dst, i) != dst)
+        i++;
+    while (kvpi_layer_address(&m->src, j) != src)
+        j++;
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                       "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)%s", m->names->function,
+                       (int)i, (void *)(uintptr_t)dst, (unsigned long long)m->dst.bytes, (int)j, (void *)(uintptr_t)src,
+                       (unsigned long long)m->src.bytes,
+                       dst == src ? "; to copy rows inside one cache set same_cache" : "");
+}
+
+/* None of some layers of dst, sorted, is the same as another of them, or as a layer of dst from `later` on. */
+static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64_t *sorted, int32_t n, int32_t later)
+{
+    for (int32_t k = 1; k < n; k++)
+        KVPRIM_REFUSE(sorted[k] == sorted[k - 1], OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
+                      (void *)(uintptr_t)sorted[k]);
+    for (int32_t l = later; l < m->layers; l++) {
+        const uint64_t dst = kvpi_layer_address(&m->dst, l);
+        if (dst < sorted[0] || dst > sorted[n - 1])
+            continue;
+        KVPRIM_REFUSE(sorted[kvpi_lower_bound(sorted, n, dst)] == dst, OVERLAP,
+                      "%s: dst layer %d (%p) is another layer of dst, too", m->names->function, (int)l,
+                      (void *)(uintptr_t)dst);
+    }
+    return KVPRIM_OK;
+}
+
+/* None of some layers of dst, sorted, overlaps a layer of src. */
+static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_t *sorted, int32_t n)
+{
+    for (int32_t l = 0; l < m->layers; l++) {
+        const uint64_t src = kvpi_layer_address(&m->src, l), reach = m->dst.bytes - 1;
+        if (src > sorted[n - 1] + reach || sorted[0] >= src + m->src.bytes)
+            continue;
+        const int32_t k = kvpi_lower_bound(sorted, n, src > reach ? src - reach : 0);
+        if (sorted[k] < src || sorted[k] - src < m->src.bytes)
+            return kvpi_fail_layers(m, sorted[k], src);
+    }
+    return KVPRIM_OK;
+}
 
 /* With `apart` no layer of dst overlaps a layer of src. Otherwise none is the same as another layer of dst. */
-KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart);
+KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart)
+{
+    const int ascends = apart && kvpi_layers_ascend(&m->dst, m->layers);
+    uint64_t layers[kvpi_sorted_layers], merged[kvpi_sorted_layers];
+    for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
+        const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
+        for (int32_t k = 0; k < n; k++) { /* if K's and V's layers alternate, every other one makes two ordered runs */
+            const int32_t at = ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
+            layers[at] = kvpi_layer_address(&m->dst, l + k);
+        }
+        const uint64_t *const sorted = ascends ? layers : kvpi_sort(layers, merged, n);
+        KVPRIM_TRY(apart ? kvpi_check_layers_apart(m, sorted, n) : kvpi_check_layers_differ(m, sorted, n, l + n));
+    }
+    return KVPRIM_OK;
+}
 
 /* One cache on both sides: the same layers, and rows that lie in them in the same way. */
 static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
@@ -4423,24 +4556,21 @@ KVPRIM_API kvprim_status kvprim_slots(const kvprim_slots_desc *desc)
     return KVPRIM_OK;
 }
 
-/* >>impl_list -- what copy, unpack and a move's layers share: whether any destination meets any source */
+/* >>impl_list -- what copy and unpack share: whether any destination meets any source */
 
 enum { kvpi_dst, kvpi_src };
 #ifdef KVPRIM_DEBUG
-enum { kvpi_debug = 1 };
+enum { kvpi_debug = 1 }; /* destinations must not overlap each other, too */
 #else
 enum { kvpi_debug = 0 };
 #endif
 
-/* A list of copies from address to address, or of a move's layers. */
+/* A list of copies from address to address. */
 typedef struct kvpi_list {
     const char *function, *name;      /* of the array, for errors */
     const kvprim_copy_item *items;    /* either these ... */
-    const kvprim_fragment *fragments; /* ... or these, which count from base[kvpi_dst] and base[kvpi_src] ... */
+    const kvprim_fragment *fragments; /* ... or these, which count from base[kvpi_dst] and base[kvpi_src] */
     uint64_t base[2], count;
-    const kvprim_move *move; /* ... or its layers, of layer_bytes[kvpi_dst] and layer_bytes[kvpi_src] */
-    uint64_t layer_bytes[2];
-    int alone; /* destinations must not overlap each other, too */
 } kvpi_list;
 
 /* Where item i begins on one side, and how many bytes it has there: 0 if it is the source of zeros. */
@@ -4448,8 +4578,6 @@ KVPRIM_INLINE uint64_t kvpi_start(const kvpi_list *l, int side, uint64_t i)
 {
     if (l->items)
         return (uint64_t)(side == kvpi_src ? (uintptr_t)l->items[i].src : (uintptr_t)l->items[i].dst);
-    if (l->move)
-        return (uint64_t)(uintptr_t)kvprim_side_layer(side == kvpi_src ? &l->move->src : &l->move->dst, (int64_t)i);
     return l->base[side] + (side == kvpi_src ? l->fragments[i].src_offset : l->fragments[i].dst_offset);
 }
 
@@ -4457,7 +4585,7 @@ KVPRIM_INLINE uint64_t kvpi_size(const kvpi_list *l, int side, uint64_t i)
 {
     if (l->items)
         return side == kvpi_src && !l->items[i].src ? 0 : l->items[i].bytes;
-    return l->move ? l->layer_bytes[side] : l->fragments[i].bytes;
+    return l->fragments[i].bytes;
 }
 
 /* The address of the last of `bytes` > 0 bytes, or the highest address: unpack does not check that a buffer fits. */
@@ -4506,33 +4634,24 @@ typedef struct kvpi_sweep {
     } memory;
 } kvpi_sweep;
 
-/* A destination, number d, overlaps a source, number r. */
-static kvprim_status kvpi_fail_list(const kvpi_list *l, uint64_t d, uint64_t r)
-{
-    void *const dst = (void *)(uintptr_t)kvpi_start(l, kvpi_dst, d);
-    void *const src = (void *)(uintptr_t)kvpi_start(l, kvpi_src, r);
-    const unsigned long long dst_bytes = kvpi_size(l, kvpi_dst, d), src_bytes = kvpi_size(l, kvpi_src, r);
-    KVPRIM_REFUSE(l->move, OVERLAP, "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)%s",
-                  l->function, (int)d, dst, dst_bytes, (int)r, src, src_bytes,
-                  dst == src ? "; to copy rows inside one cache set same_cache" : "");
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                       "%s: dst of %s[%llu] (%p, %llu bytes) overlaps src of %s[%llu] (%p, %llu bytes)", l->function,
-                       l->name, (unsigned long long)d, dst, dst_bytes, l->name, (unsigned long long)r, src, src_bytes);
-}
-
 /* Visits the next start in order. */
 static kvprim_status kvpi_sweep_one(kvpi_sweep *s, int side, uint64_t i)
 {
     const kvpi_list *const l = s->list;
     const uint64_t start = kvpi_start(l, side, i), last = kvpi_last_byte(start, kvpi_size(l, side, i));
-    if (l->alone && side == kvpi_dst && s->last[side] >= start) {
+    if (kvpi_debug && side == kvpi_dst && s->last[side] >= start) {
         const uint64_t a = s->item[side] < i ? s->item[side] : i, b = s->item[side] < i ? i : s->item[side];
-        KVPRIM_REFUSE(l->move, OVERLAP, "%s: %p is more than one layer of dst", l->function, (void *)(uintptr_t)start);
         return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s[%llu] and %s[%llu] overlap in dst", l->function, l->name,
                            (unsigned long long)a, l->name, (unsigned long long)b);
     }
-    if (s->last[!side] >= start)
-        return kvpi_fail_list(l, side == kvpi_dst ? i : s->item[kvpi_dst], side == kvpi_src ? i : s->item[kvpi_src]);
+    if (s->last[!side] >= start) {
+        const uint64_t d = side == kvpi_dst ? i : s->item[kvpi_dst], r = side == kvpi_src ? i : s->item[kvpi_src];
+        return kvprim_fail(
+            KVPRIM_ERROR_OVERLAP, "%s: dst of %s[%llu] (%p, %llu bytes) overlaps src of %s[%llu] (%p, %llu bytes)",
+            l->function, l->name, (unsigned long long)d, (void *)(uintptr_t)kvpi_start(l, kvpi_dst, d),
+            (unsigned long long)kvpi_size(l, kvpi_dst, d), l->name, (unsigned long long)r,
+            (void *)(uintptr_t)kvpi_start(l, kvpi_src, r), (unsigned long long)kvpi_size(l, kvpi_src, r));
+    }
     if (last > s->last[side])
         s->last[side] = last, s->item[side] = i;
     return KVPRIM_OK;
@@ -4572,7 +4691,7 @@ static int32_t kvpi_sweep_collect(kvpi_sweep *s, uint64_t *low, uint64_t *width)
     return n;
 }
 
-KVPRIM_INLINE uint64_t kvpi_sweep_key(const kvpi_sweep *s, uint32_t start)
+static uint64_t kvpi_sweep_key(const kvpi_sweep *s, uint32_t start)
 {
     return kvpi_start(s->list, (int)(start & 1), start >> 1);
 }
@@ -4581,11 +4700,10 @@ KVPRIM_INLINE uint64_t kvpi_sweep_key(const kvpi_sweep *s, uint32_t start)
 static const uint32_t *kvpi_sweep_sort(kvpi_sweep *s, int32_t n)
 {
     uint32_t *from = s->memory.starts[0], *to = s->memory.starts[1];
-    const uint64_t first = n ? kvpi_sweep_key(s, from[0]) : 0;
     uint64_t differ = 0;
     int shift = 0;
     for (int32_t k = 1; k < n; k++)
-        differ |= kvpi_sweep_key(s, from[k]) ^ first;
+        differ |= kvpi_sweep_key(s, from[k]) ^ kvpi_sweep_key(s, from[0]);
     while (differ && (differ >> shift & 1) == 0)
         shift++;
     for (; shift < 64 && differ >> shift; shift += 8) {
@@ -4701,33 +4819,23 @@ static int kvpi_pages_apart(kvpi_sweep *s, uint64_t low, uint64_t high)
     return kvpi_granules_apart(s, low, high, shift);
 }
 
-/* No destination shares a byte with a source, nor with another destination if they must be alone. */
-static kvprim_status kvpi_check_list(const kvpi_list *l)
+/* No destination shares a byte with a source; with kvpi_debug, nor with another destination. */
+static kvprim_status kvpi_check_list(const kvpi_list *l, kvpi_ends dst, kvpi_ends src)
 {
     kvpi_sweep s;
-    s.list = l;
-    s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
-    const kvpi_ends dst = kvpi_list_ends(l, kvpi_dst), src = kvpi_list_ends(l, kvpi_src);
     const uint64_t first = dst.first < src.first ? dst.first : src.first, low = dst.first + src.first - first;
     const uint64_t last = dst.last > src.last ? dst.last : src.last, high = dst.last + src.last - last;
     KVPRIM_REFUSE(low <= high && l->count > KVPRIM_MAX_COPIES, SIZE,
                   "%s: count is %llu, more than %d, and sources lie between destinations", l->function,
                   (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
-    if (l->alone)
+    s.list = l;
+    s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
+    if (kvpi_debug)
         return first > last ? KVPRIM_OK : kvpi_sweep_range(&s, first, last - first);
     if (low > high || kvpi_pages_apart(&s, low, high))
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* below `low` all are of one side; low > 0, as NULL is refused */
     return kvpi_sweep_range(&s, low, high - low);
-}
-
-KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart)
-{
-    kvpi_list l;
-    memset(&l, 0, sizeof l);
-    l.function = m->names->function, l.move = m, l.count = (uint64_t)m->layers, l.alone = !apart;
-    l.layer_bytes[kvpi_dst] = apart ? m->dst.bytes : 1, l.layer_bytes[kvpi_src] = apart ? m->src.bytes : 0;
-    return kvpi_check_list(&l);
 }
 
 /* >>impl_copy ------------------------------------------------------------------------------------------------------ */
@@ -4775,8 +4883,8 @@ KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
                   (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
     for (size_t i = 0; i < desc->count; i++)
         KVPRIM_TRY(kvpi_check_item(desc, i));
-    const kvpi_list list = {function, "items", desc->items, NULL, {0, 0}, desc->count, NULL, {0, 0}, kvpi_debug};
-    return kvpi_check_list(&list);
+    const kvpi_list list = {function, "items", desc->items, NULL, {0, 0}, desc->count};
+    return kvpi_check_list(&list, kvpi_list_ends(&list, kvpi_dst), kvpi_list_ends(&list, kvpi_src));
 }
 
 KVPRIM_API kvprim_status kvprim_copy(const kvprim_copy_desc *desc)
@@ -4825,11 +4933,10 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
     for (size_t i = 0; i < desc->count; i++)
         KVPRIM_TRY(kvpi_check_fragment(desc, i));
     const kvpi_list list = {
-        function,    "fragments", NULL,   desc->fragments, {(uintptr_t)desc->dst, (uintptr_t)desc->src},
-        desc->count, NULL,        {0, 0}, kvpi_debug};
+        function, "fragments", NULL, desc->fragments, {(uintptr_t)desc->dst, (uintptr_t)desc->src}, desc->count};
     if (!kvpi_debug && !kvpi_overlap(desc->dst, desc->dst_bytes, desc->src, desc->src_bytes))
         return KVPRIM_OK;
-    return kvpi_check_list(&list);
+    return kvpi_check_list(&list, kvpi_list_ends(&list, kvpi_dst), kvpi_list_ends(&list, kvpi_src));
 }
 
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
