@@ -661,7 +661,9 @@ static void test_format_errors(void)
     REFUSED(b.d.k_bytes = 0, SIZE, "k_bytes is 0, less than 1");
     REFUSED(b.d.k_bytes = -128, SIZE, "k_bytes is -128, less than 1");
     /* fields */
-    REFUSED(b.k_format.reserved = 1, ARGUMENT, "a reserved field of k_cache.format is not 0");
+    REFUSED(b.k_format.scale_heads = 4, ARGUMENT,
+            "k_cache.format.scale_heads is 4, which only tiles of 4 bits with scales of 1 byte have");
+    REFUSED(b.k_format.scale_order = 1, ARGUMENT, "k_cache.format.scale_order is 1, but scale_heads is 0");
     REFUSED(b.k_format.scale = (kvprim_scale_kind)4, ARGUMENT, "k_cache.format.scale is 4, no kind of scale");
     REFUSED(b.bf16.scale = KVPRIM_SCALE_TENSOR, ARGUMENT, "k.format.scale is 1, but elements that are not quantised");
     REFUSED(b.k_format.scale_dtype = KVPRIM_F64, ARGUMENT, "scale_dtype is 20, neither KVPRIM_F32 nor KVPRIM_F8E8M0");
@@ -819,6 +821,39 @@ static void test_format_errors(void)
     REFUSED(OUTER(b.v_cache), OVERLAP, "k_cache.format.tensor_scale (");
     REFUSED((OUTER(b.outside + 72), b.k_format.scales = b.outside + 64, b.k_format.scale_offset = 0), OVERLAP,
             "k_cache.format.tensor_scale (");
+    /* the scales of heads: a block of 64 bytes or less after the 128 bytes of each page's rows */
+#define HEADS(heads, order) FOUR((b.k_format.scale_heads = (heads), b.k_format.scale_order = (order), SCALES(4)))
+#define SCALES(n) (b.k_format.tile = 64 / (n), b.k_format.scale_stride = 0)
+    TAKEN(HEADS(1, KVPRIM_SCALES_SWIZZLED));
+    TAKEN(HEADS(4, KVPRIM_SCALES_LINEAR));
+    TAKEN((HEADS(4, KVPRIM_SCALES_SWIZZLED), SCALES(16)));
+    REFUSED(HEADS(-1, 0), SIZE, "k_cache.format.scale_heads is -1, less than 0");
+    REFUSED(HEADS(1, 2), ARGUMENT, "k_cache.format.scale_order is 2, no order of scales");
+    REFUSED(HEADS(1, -1), ARGUMENT, "k_cache.format.scale_order is -1, no order of scales");
+    REFUSED((HEADS(1, 1), b.k_format.scale_dtype = KVPRIM_F16), ARGUMENT,
+            "k_cache.format.scale_heads is 1, which only tiles of 4 bits with scales of 1 byte have");
+    REFUSED((HEADS(1, 0), b.k_format.scale_stride = 4), ARGUMENT,
+            "scale_stride is set, but has no meaning with scale 3: scales of heads are packed");
+    REFUSED((HEADS(1, 0), b.k_format.scale_tile_stride = 1), ARGUMENT,
+            "scale_tile_stride is set, but has no meaning with scale 3: scales of heads are packed");
+    REFUSED(HEADS(3, 0), SIZE, "k_cache.format.scale_heads is 3, which does not divide a row's tiles, 4");
+    REFUSED(HEADS(2, 1), SIZE,
+            "k_cache.format.scale_heads is 2, which swizzled scales need to divide, by fours, a row's tiles, 4");
+    TAKEN((HEADS(1, 0), b.d.k_cache.page_rows = 2));
+    REFUSED((HEADS(1, 1), b.d.k_cache.page_rows = 2), SIZE,
+            "k_cache.page_rows is 2, and scales are swizzled: no multiple of 4");
+    REFUSED((HEADS(1, 1), b.d.k_cache.rows = 17), SIZE,
+            "k_cache.rows is 17, and scales are swizzled: no multiple of 4");
+    REFUSED((HEADS(1, 1), b.d.k_cache.page_rows = 0, b.d.k_cache.rows = 18), SIZE,
+            "k_cache.rows is 18, and scales are swizzled: no multiple of 4");
+    REFUSED((HEADS(4, 0), SCALES(16), b.k_format.scale_page_stride = 63), SIZE,
+            "k_cache.format.scale_page_stride is 63, but what lies inside that step takes bytes: 64");
+    REFUSED((HEADS(4, 1), SCALES(16), b.d.k_cache.bytes = 3 * 512 + 256 + 63), SIZE,
+            "k_cache.bytes is 1855, but its scales reach 1856");
+    TAKEN((HEADS(4, 1), SCALES(16), b.d.k_cache.bytes = 3 * 512 + 256 + 64));
+    REFUSED((HEADS(4, 1), SCALES(16), b.d.rejected = (uint32_t *)(void *)(b.cache + 256 + 60)), OVERLAP, "rejected (");
+#undef HEADS
+#undef SCALES
     REFUSED((OUTER(&b.nans)), OVERLAP, "k_cache.format.nans (");
     REFUSED((OUTER(&b.rejected)), OVERLAP, "rejected (");
 #undef OUTER
@@ -1001,10 +1036,9 @@ static void test_v_like_k(void)
                                 &b.v_format.scale_stride,
                                 &b.v_format.scale_page_stride,
                                 &b.v_format.scale_layer_stride,
-                                &b.v_format.scales_bytes,
-                                &b.v_format.reserved};
-    int32_t *const small[] = {&b.d.v_cache.heads, &b.d.v_cache.reserved_heads, &b.v_format.scale_power_of_two,
-                              &b.v_format.scale_inverse};
+                                &b.v_format.scales_bytes};
+    int32_t *const small[] = {&b.d.v_cache.heads,        &b.d.v_cache.reserved_heads, &b.v_format.scale_power_of_two,
+                              &b.v_format.scale_inverse, &b.v_format.scale_order,     &b.v_format.scale_heads};
     const int n = sizeof numbers / sizeof *numbers, m = sizeof small / sizeof *small, more = 9;
     for (int own = 0; own < 2; own++)
         for (int field = 0; field < n + m + more; field++)
