@@ -309,10 +309,10 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    (scale_offset = the row's bytes), after all rows of the page (scale_offset = page_rows * stride; set page_stride,
    too), or in memory of their own. Scales after all rows of a layer extend its default layer stride.
 
-   With scale_heads, tiles of 4 bits form as many heads, of S scales of 1 byte, which lie as in an HND cache: packed, all
-   rows of a page (or table) for one head, then for the next. KVPRIM_SCALES_SWIZZLED: of each head and four rows, scale s
-   of row r takes the place of scale s % (S / 4) * 4 + r % 4 of row r / 4 * 4 + s / (S / 4). TensorRT-LLM's kernels for
-   sm_100 read V's so, in vLLM and SGLang. To move such scales as bytes, move all of four rows.
+   With scale_heads, a row's tiles of 4 bits form as many heads, each of S scales of 1 byte. They lie as in HND caches:
+   packed, all rows of a page (or table) for one head, then for the next. KVPRIM_SCALES_SWIZZLED: within each head and
+   four rows, scale s of row r takes the place of scale s % (S / 4) * 4 + r % 4 of row r / 4 * 4 + s / (S / 4), as
+   TensorRT-LLM's kernels for sm_100 read V's (vLLM, SGLang). Moves of such scales as bytes take all of four rows.
 
    Scales of a move's dst must not overlap a row of it or, in a store, a row of the other cache. Scales that are written
    must not overlap any other scale; those that are only read may be shared, as by K and V. These checks compare single

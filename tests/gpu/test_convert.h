@@ -893,12 +893,11 @@ static void convert_packed(arena *a)
     }
 }
 
-/* Scales of heads, linear and swizzled, beside rows with heads or without, in pages or not; by the kernels of plain rows,
+/* Scales of heads, linear and swizzled, of rows with heads or without, in pages or not: by the kernels of plain rows,
    also with so many tiles that a thread takes several, and, of other rows or layers, by the others. */
 static void convert_scale_heads(arena *a)
 {
-    static const unsigned places[] = {0, 4,  7,
-                                      8, 11, 12}; /* pages of 0, 16, 128, 16, 8 and 16 rows; the last with heads */
+    static const unsigned places[] = {0, 4, 7, 8, 11, 12}; /* 8, 11 and 12 have heads */
     unsigned n = 0;
     for (const int32_t heads : {1, 2, 4, 8})
         for (const unsigned place : places)
