@@ -311,6 +311,7 @@ static void place_v(arena *a, const convert_case *c, convert_call *call)
     if (c->v == V_CONVERTS) {
         convert_case v = *c;
         v.swizzled = !c->swizzled;
+        v.scale_heads = c->n % 8 == 5 ? std::min(c->scale_heads, 1) : c->scale_heads;
         place_side(a, &v, &call->v_dst, true, c->rows);
         place_side(a, &v, &call->v_src, false, c->count);
     } else {
@@ -915,10 +916,18 @@ static void convert_scale_heads(arena *a)
                 c.elements = c.tile * heads * (n % 3 ? 8 : 4), c.where = n % 2 ? OWN_MEMORY : BEHIND_PAGE;
                 c.dst = c.src = {0, 0};
                 (store ? c.dst : c.src) = {place, 0};
-                c.count = plain && n % 11 == 0 ? 20 * int64_t(kvpc_multiprocessors()) : 4 + n % 40 / 4 * 4;
+                c.count = 4 + n % 40 / 4 * 4;
                 c.rows = c.count + 4;
                 run_convert(a, &c);
             }
+    for (n = 0; n < 4; n++) {
+        convert_case c = convert_case_of(n, KVPRIM_F4E2M1, KVPRIM_BF16, KVPRIM_SCALE_TILE);
+        c.form = CONVERT_STORE, c.v = n / 2 ? V_CONVERTS : NO_V, c.tile = 16, c.elements = 1024;
+        c.dst = {n % 2 ? 4u : 11u, 0}, c.src = {0, 0}, c.where = OWN_MEMORY;
+        c.is_e8m0 = false, c.scales = KVPRIM_F8E4M3, c.scale_heads = 8, c.swizzled = n % 2 == 0;
+        c.count = (n / 2 ? 20 : 36) * int64_t(kvpc_multiprocessors()), c.rows = c.count + 4;
+        run_convert(a, &c);
+    }
 }
 
 /* Heads that begin inside 16 bytes, in rows that do not. */

@@ -150,7 +150,7 @@ def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dty
         row = (_WHOLE_FORMATS[cache_dtype],)
     else:
         row = (*src.shape[1:2], *src.shape[3:]) if layout == "HND" else src.shape[1 if layout == "rows" else 2:]
-    if cache_dtype in ("fp4_e2m1", "int4"):
+    if cache_dtype in ("fp4_e2m1", "fp4_e2m1_swizzled", "int4"):
         row = (*row[:-1], 2 * row[-1])
     out = src.new_empty((index.shape[0], *row), dtype=dtype)
     gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base, pdl=pdl,

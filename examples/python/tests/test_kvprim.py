@@ -517,7 +517,7 @@ def heads_of_scales(device, k, v, slot):
             back = ops.gather_new(flat, slot, "NHD", scale=linear, tensor_scale=one, dtype=k.dtype,
                                   cache_dtype="fp4_e2m1")
             assert torch.equal(bits(got), bits(back)), (layout, swizzled, "back")
-    refused("but scales of heads are packed", ops.gather, k, cached[0], slot, "NHD", cache_dtype="fp4_e2m1",
+    refused("but scales of heads are packed", ops.gather, k, flat, slot, "NHD", cache_dtype="fp4_e2m1",
             scale=linear.view(PAGES, PAGE, HEADS, tiles))
     refused("scale_order is 1, but scale_heads is 0", ops.gather, k, cached[0], slot, "HND", scale=one,
             cache_dtype="fp4_e2m1_swizzled")
