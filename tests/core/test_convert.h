@@ -997,6 +997,51 @@ static void test_format_errors_of_transfers(void)
     CHECK_ERROR(kvprim_gather(&g), KVPRIM_ERROR_ARGUMENT, "kvprim_gather: src.format is set, but dst.format is NULL");
 }
 
+/* Swizzled scales of 2 heads in pages of 8 rows lie where the definition says, and a gather finds them. A row's scales are among those of four rows, of which a store uses all. */
+static void test_swizzled(void)
+{
+    enum { rows = 24, page = 8, heads = 2, tiles = 8, of_row = heads * tiles * 16 };
+    static uint16_t k[rows][of_row], linear_back[rows][of_row], back[rows][of_row];
+    static uint8_t cache[2][rows][of_row / 2], scales[2][rows / page][heads][page][tiles];
+    int32_t slot[rows];
+    kvprim_format bf16 = plain_format(KVPRIM_BF16);
+    kvprim_format f = {.dtype = KVPRIM_F4E2M1, .scale = KVPRIM_SCALE_TILE, .tile = 16, .scale_dtype = KVPRIM_F8E4M3};
+    f.scale_heads = heads;
+    for (int r = 0; r < rows; r++) {
+        slot[r] = (r * 7 + 3) % rows;
+        for (int e = 0; e < of_row; e++)
+            k[r][e] = (uint16_t)oracle_encode(KVPRIM_BF16, case_scale(below));
+    }
+    for (int order = 0; order < 2; order++) {
+        f.scale_order = order, f.scales = scales[order];
+        kvprim_table t = formatted(strided_table(cache[order], rows, of_row / 2), &f);
+        t.page_rows = page;
+        const kvprim_store_desc store = {.k_cache = t,
+                                         .k = formatted(table_of(k, rows), &bf16),
+                                         .k_bytes = of_row * 2,
+                                         .slot = slot,
+                                         .slot_type = KVPRIM_I32,
+                                         .count = rows};
+        CHECK(kvprim_store(&store) == KVPRIM_OK);
+        const kvprim_gather_desc g =
+            gather_of(formatted(table_of(order ? back : linear_back, rows), &bf16), t, of_row / 2, slot, rows);
+        CHECK(kvprim_gather(&g) == KVPRIM_OK);
+    }
+    CHECK(memcmp(cache[0], cache[1], sizeof cache[0]) == 0 && memcmp(back, linear_back, sizeof back) == 0);
+    for (int p = 0; p < rows / page; p++)
+        for (int h = 0; h < heads; h++)
+            for (int t = 0; t < page; t++)
+                for (int s = 0; s < tiles; s++)
+                    CHECK(scales[0][p][h][t][s] ==
+                          scales[1][p][h][4 * (t / 4) + s / (tiles / 4)][s % (tiles / 4) * 4 + t % 4]);
+    kvprim_transfer_desc d = transfer_of(formatted(strided_table(cache[1], page, of_row / 2), &f),
+                                         formatted(table_of(k, 1), &bf16), of_row * 2, 1);
+    d.rejected = (uint32_t *)(void *)&scales[1][0][1][3][4]; /* row 0 has the first of these 4 bytes */
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "rejected (");
+    d.rejected = (uint32_t *)(void *)scales[1][1];
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+}
+
 /* V that is like K except for one number, or begins elsewhere, is checked as if it were alone. */
 static void check_v_beside_k(const kvprim_store_desc *d)
 {
@@ -1107,6 +1152,7 @@ static void run_conversions(void)
     run("conversions: moves", test_converting_moves);
     run("conversions: defaults of formats", test_side_format);
     run("conversions: presets", test_presets);
+    run("conversions: swizzled scales", test_swizzled);
     run("conversions: V like K", test_v_like_k);
     run("conversions: bad formats", test_format_errors);
     run("conversions: bad formats of transfers", test_format_errors_of_transfers);
