@@ -309,6 +309,11 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    (scale_offset = the row's bytes), after all rows of the page (scale_offset = page_rows * stride; set page_stride,
    too), or in memory of their own. Scales after all rows of a layer extend its default layer stride.
 
+   With scale_heads, a row's tiles of 4 bits form as many heads, each of S scales of 1 byte. They lie as in HND caches:
+   packed, all rows of a page (or table) for one head, then for the next. KVPRIM_SCALES_SWIZZLED: within each head and
+   four rows, scale s of row r takes the place of scale s % (S / 4) * 4 + r % 4 of row r / 4 * 4 + s / (S / 4), as
+   TensorRT-LLM's kernels for sm_100 read V's (vLLM, SGLang). Moves of such scales as bytes take all of four rows.
+
    Scales of a move's dst must not overlap a row of it or, in a store, a row of the other cache. Scales that are written
    must not overlap any other scale; those that are only read may be shared, as by K and V. These checks compare single
    rows and scales, which may interleave, but may refuse tables whose strides have nothing in common. */
@@ -344,11 +349,13 @@ typedef struct kvprim_format {
     int64_t scales_bytes;       /* of the memory at `scales`, for all layers; 0: unknown. Scales past it are an error */
     const float *tensor_scale;  /* optional, SCALE_TILE of elements of 4 bits: multiplies all scales of all layers. Read
                                    by the executing side when the move runs */
-    int64_t reserved;           /* 0 */
+    int32_t scale_order;        /* KVPRIM_SCALES_LINEAR or KVPRIM_SCALES_SWIZZLED, which needs scale_heads */
+    int32_t scale_heads;        /* that tiles of 4 bits with scales of 1 byte form, see above; 0: none */
 } kvprim_format;
 
 enum { KVPRIM_SCALES_SHARED = -1 }; /* a scale_layer_stride: all layers have the same scales */
-enum { KVPRIM_HEADS_SHARED = -1 };  /* a head_stride, see there */
+enum { KVPRIM_SCALES_LINEAR = 0, KVPRIM_SCALES_SWIZZLED = 1 }; /* a scale_order */
+enum { KVPRIM_HEADS_SHARED = -1 };                             /* a head_stride, see there */
 
 /* >>table ----------------------------------------------------------------------------------------------------------
 
@@ -2259,6 +2266,13 @@ KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
     const int64_t elements = kvpi_elements_in(f->dtype, side->piece_bytes);
     if (f->tile == 0)
         f->tile = f->scale == KVPRIM_SCALE_HEAD ? elements / t->heads : elements;
+    if (f->scale_heads) {
+        const uint64_t in_page = (uint64_t)(t->page_rows ? t->page_rows : t->rows);
+        f->scale_stride = elements / f->tile / f->scale_heads;
+        f->scale_tile_stride = (int64_t)kvpi_mul(in_page, (uint64_t)f->scale_stride);
+        if (f->scales && f->scale_page_stride == 0)
+            f->scale_page_stride = (int64_t)kvpi_mul((uint64_t)f->scale_heads, (uint64_t)f->scale_tile_stride);
+    }
     if (f->scale_tile_stride == 0)
         f->scale_tile_stride = kvpi_dtype_bytes(f->scale_dtype);
     if (f->scale_layer_stride == KVPRIM_SCALES_SHARED)
@@ -2335,11 +2349,10 @@ typedef struct kvpi_number {
 } kvpi_number;
 
 /* `of`: " of " and a name, or "". */
-static kvprim_status kvpi_check_reserved(int64_t field, const char *function, const char *of, const char *name,
-                                         const char *member)
+static kvprim_status kvpi_check_reserved(int64_t field, const char *function, const char *of, const char *name)
 {
-    KVPRIM_REFUSE(field != 0, ARGUMENT, "%s: a reserved field%s%s%s is not 0: zero-initialise the structure", function,
-                  of, name, member);
+    KVPRIM_REFUSE(field != 0, ARGUMENT, "%s: a reserved field%s%s is not 0: zero-initialise the structure", function,
+                  of, name);
     return KVPRIM_OK;
 }
 
@@ -2386,7 +2399,7 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
         return kvpi_fail_field(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
     if (t->heads > 1 && t->head_stride < piece && !shared)
         return kvpi_fail_field(m, side, "head_stride", t->head_stride, least, (uint64_t)piece);
-    return kvpi_check_reserved(t->reserved_heads | t->reserved, m->names->function, " of ", kvpi_name(m, side), "");
+    return kvpi_check_reserved(t->reserved_heads | t->reserved, m->names->function, " of ", kvpi_name(m, side));
 }
 
 /* One loop over a table's memory: n steps of `stride` bytes. */
@@ -2532,7 +2545,6 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
 {
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale;
-    KVPRIM_TRY(kvpi_check_reserved(f->reserved, m->names->function, " of ", kvpi_name(m, side), ".format"));
     if (kind < 0 || kind > KVPRIM_SCALE_TILE)
         return kvpi_fail_format(m, side, "scale", kind, "no kind of scale");
     if (kind && !kvpi_is_quantised(f->dtype))
@@ -2545,6 +2557,12 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
                                        : "neither KVPRIM_F32 nor KVPRIM_F8E8M0");
     if (f->tensor_scale && !tiles_of_four)
         return kvpi_fail_format(m, side, "scale", kind, "but tensor_scale is set, which only tiles of 4 bits have");
+    if (f->scale_heads && !(tiles_of_four && kvpi_dtype_bytes(f->scale_dtype) == 1))
+        return kvpi_fail_format(m, side, "scale_heads", f->scale_heads,
+                                "which only tiles of 4 bits with scales of 1 byte have");
+    if (f->scale_order != KVPRIM_SCALES_LINEAR && (f->scale_order != KVPRIM_SCALES_SWIZZLED || f->scale_heads == 0))
+        return kvpi_fail_format(m, side, "scale_order", f->scale_order,
+                                f->scale_heads ? "no order of scales" : "but scale_heads is 0");
     if (f->scale_power_of_two != 0 && f->scale_power_of_two != 1)
         return kvpi_fail_format(m, side, "scale_power_of_two", f->scale_power_of_two, "neither 0 nor 1");
     if (f->scale_inverse != 0 && f->scale_inverse != 1)
@@ -2565,7 +2583,7 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale, own = f->scales != NULL;
     const int shared = f->scale_layer_stride == KVPRIM_SCALES_SHARED && kind != KVPRIM_SCALE_TILE;
-    enum { tensor = KVPRIM_SCALE_TENSOR, head = KVPRIM_SCALE_HEAD, tile = KVPRIM_SCALE_TILE };
+    enum { tensor = KVPRIM_SCALE_TENSOR, head = KVPRIM_SCALE_HEAD, tile = KVPRIM_SCALE_TILE, none };
     const struct {
         const char *name;
         int64_t value;
@@ -2577,8 +2595,9 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
                   {"tile", f->tile, head},
                   {"scales", own, tensor},
                   {"scale_offset", f->scale_offset, tensor},
-                  {"scale_tile_stride", f->scale_tile_stride, head},
-                  {"scale_stride", f->scale_stride, tile},
+                  {"scale_heads", f->scale_heads, tile},
+                  {"scale_tile_stride", f->scale_tile_stride, f->scale_heads ? none : head},
+                  {"scale_stride", f->scale_stride, f->scale_heads ? none : tile},
                   {"scale_page_stride", f->scale_page_stride, tile},
                   {"scale_layer_stride", shared ? 1 : f->scale_layer_stride, 0},
                   {"scales_bytes", f->scales_bytes, 0}};
@@ -2586,7 +2605,10 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
         if (!KVPRIM_LIKELY(fields[k].value == 0)) {
             KVPRIM_REFUSE(fields[k].least ? kind < fields[k].least : !own, ARGUMENT,
                           "%s: %s.format.%s is set, but has no meaning with scale %d%s", m->names->function,
-                          kvpi_name(m, side), fields[k].name, kind, kind && !own ? " in the table's memory" : "");
+                          kvpi_name(m, side), fields[k].name, kind,
+                          fields[k].least == none ? ": scales of heads are packed"
+                          : kind && !own          ? " in the table's memory"
+                                                  : "");
             KVPRIM_REFUSE(fields[k].value < 0, SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
                           kvpi_name(m, side), fields[k].name, (long long)fields[k].value);
         }
@@ -2658,6 +2680,14 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
                                (uint64_t)elements);
     if (tiles > INT32_MAX)
         return kvpi_fail_field(m, side, "format.tile", f->tile, "which makes more tiles than", INT32_MAX);
+    if (f->scale_heads && tiles % ((int64_t)f->scale_heads * (f->scale_order ? 4 : 1)) != 0)
+        return kvpi_fail_field(m, side, "format.scale_heads", f->scale_heads,
+                               f->scale_order ? "which swizzled scales need to divide, by fours, a row's tiles,"
+                                              : "which does not divide a row's tiles,",
+                               (uint64_t)tiles);
+    if (f->scale_order && (t->page_rows | t->rows) % 4 != 0)
+        return kvpi_fail_field(m, side, t->page_rows % 4 ? "page_rows" : "rows",
+                               t->page_rows % 4 ? t->page_rows : t->rows, "and scales are swizzled: no multiple of", 4);
     if (f->scales && f->scale != KVPRIM_SCALE_TILE && f->scale_layer_stride == 0 && m->layers > 1 && t->rows > 0)
         return kvpi_fail_format(m, side, "scale_layer_stride", 0,
                                 "and there are several layers: set it, or KVPRIM_SCALES_SHARED");
@@ -2696,9 +2726,10 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     a.table.heads =
         f->scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_elements_in(f->dtype, side->piece_bytes) / f->tile);
     a.row_bytes = (int64_t)a.table.heads * kvpi_dtype_bytes(f->scale_dtype);
+    a.table.heads = f->scale_heads ? f->scale_heads : a.table.heads;
     a.table.data = f->scales ? f->scales : inside;
     a.table.head_stride = f->scale_tile_stride;
-    a.table.rows = tiled ? t->rows : 1, a.rows = tiled ? kvpi_used_rows(m, side) : 1;
+    a.table.rows = tiled ? t->rows : 1, a.rows = tiled && !f->scale_order ? kvpi_used_rows(m, side) : a.table.rows;
     a.table.stride = tiled ? f->scale_stride : a.row_bytes;
     a.table.page_rows = tiled ? t->page_rows : 0, a.table.page_stride = a.table.page_rows ? f->scale_page_stride : 0;
     a.layers = f->scales ? m->layers : (int32_t)kvpi_stacked(m, side);
@@ -2755,7 +2786,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
                                kvpi_too_large);
     if (side == &m->dst && f->scale == KVPRIM_SCALE_TILE) {
         uint64_t span;
-        KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)bytes, &span));
+        KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(a.row_bytes / a.table.heads), &span));
     }
     if (f->scales && f->scales_bytes && reach > (uint64_t)f->scales_bytes)
         return kvpi_fail_field(m, side, "format.scales_bytes", f->scales_bytes, "but its scales reach", reach);
@@ -3281,10 +3312,10 @@ static int kvpi_is_like(const kvprim_table *a, const kvprim_table *b)
     if (!f || !g || !a->data || !b->data || ((uintptr_t)a->data ^ (uintptr_t)b->data) % 16 != 0 ||
         a->reserved != b->reserved || memcmp(&a->rows, &b->rows, table) != 0)
         return 0;
-    return f == g ||
-           (!f->scales == !g->scales && ((uintptr_t)f->scales ^ (uintptr_t)g->scales) % 16 == 0 &&
-            f->scales_bytes == g->scales_bytes && f->reserved == g->reserved && !f->tensor_scale == !g->tensor_scale &&
-            memcmp(f, g, first) == 0 && memcmp(&f->scale_offset, &g->scale_offset, strides) == 0);
+    return f == g || (!f->scales == !g->scales && ((uintptr_t)f->scales ^ (uintptr_t)g->scales) % 16 == 0 &&
+                      f->scales_bytes == g->scales_bytes && f->scale_order == g->scale_order &&
+                      f->scale_heads == g->scale_heads && !f->tensor_scale == !g->tensor_scale &&
+                      memcmp(f, g, first) == 0 && memcmp(&f->scale_offset, &g->scale_offset, strides) == 0);
 }
 
 /* Makes a side of one that is checked, for a table that kvpi_is_like() its own. */
@@ -3374,7 +3405,7 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     KVPRIM_REFUSE(!d->index, NULL, "kvprim_gather: index is NULL");
     KVPRIM_REFUSE(d->keep_padding != 0 && d->keep_padding != 1, ARGUMENT,
                   "kvprim_gather: keep_padding is %d, neither 0 nor 1", (int)d->keep_padding);
-    KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_gather", "", "", ""));
+    KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_gather", "", ""));
     kvpi_uses uses;
     uses.count = 0;
     return kvpi_check_move(m, &uses, 0);
@@ -3399,7 +3430,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     if (d->count == 0)
         return KVPRIM_OK;
     KVPRIM_REFUSE(!d->slot, NULL, "kvprim_store: slot is NULL");
-    KVPRIM_TRY(kvpi_check_reserved(d->reserved_slot | d->reserved, "kvprim_store", "", "", ""));
+    KVPRIM_TRY(kvpi_check_reserved(d->reserved_slot | d->reserved, "kvprim_store", "", ""));
     KVPRIM_REFUSE(!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows, NULL,
                   "kvprim_store: v_cache.data is NULL, but %s is set", d->v.data ? "v.data" : "v_bytes");
     kvpi_uses uses;
@@ -3451,7 +3482,7 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
     m->same_cache = d->same_cache;
     if (m->count == 0)
         return KVPRIM_OK;
-    KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_transfer", "", "", ""));
+    KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_transfer", "", ""));
     KVPRIM_REFUSE(d->host_index != 0 && d->host_index != 1, ARGUMENT,
                   "kvprim_transfer: host_index is %d, neither 0 nor 1", (int)d->host_index);
     KVPRIM_REFUSE(d->layers < 0 || d->layers > KVPRIM_MAX_LAYERS, SIZE,
@@ -3928,7 +3959,18 @@ static char *kvpi_scales_at(const kvprim_side *side, int64_t row)
     const kvprim_format *const f = &side->format;
     const int64_t page_rows = side->table.page_rows, page = page_rows ? row / page_rows : 0;
     const int64_t at = page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
-    return (char *)f->scales + (f->scale == KVPRIM_SCALE_TILE ? at : 0);
+    const int64_t swizzled = f->scale_order ? row % 4 * (1 - f->scale_stride) : 0;
+    return (char *)f->scales + (f->scale == KVPRIM_SCALE_TILE ? at + swizzled : 0);
+}
+
+/* The scale of tile t, in a row whose first is at `scales`. */
+static char *kvpi_tile_at(const kvpi_conversion *c, char *scales, int64_t t)
+{
+    const kvprim_format *const f = &c->scaled->format;
+    if (!f->scale_heads)
+        return scales + t * f->scale_tile_stride;
+    const int64_t tiles = c->elements / c->tile / f->scale_heads;
+    return scales + t / tiles * f->scale_tile_stride + t % tiles * (f->scale_order ? 4 : 1);
 }
 
 /* The scale, times that of the tensor if there is one. */
@@ -4004,18 +4046,17 @@ static float kvpi_compute_scale(const kvpi_conversion *c, char *src, int64_t fir
 static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src, char *scales)
 {
     uint32_t nans = 0;
-    for (int64_t e = 0; e < c->elements; e += c->tile) {
+    for (int64_t e = 0, t = 0; e < c->elements; e += c->tile, t++) {
         float scale = 1;
+        char *const at = scales ? kvpi_tile_at(c, scales, t) : NULL;
         if (c->computed) {
-            kvpi_write_scale(&c->move.dst.format, scales, kvpi_compute_scale(c, src, e, e + c->tile));
-            scale = kvpi_tile_divisor(kvpi_read_scale(&c->move.dst.format, scales));
+            kvpi_write_scale(&c->move.dst.format, at, kvpi_compute_scale(c, src, e, e + c->tile));
+            scale = kvpi_tile_divisor(kvpi_read_scale(&c->move.dst.format, at));
             scale = c->move.dst.format.scale_inverse ? kvpi_quotient(1, scale) : scale;
         } else if (c->scaled && src) {
-            scale = kvpi_read_scale(&c->scaled->format, scales);
+            scale = kvpi_read_scale(&c->scaled->format, at);
         }
         nans += kvpi_convert_elements(c, dst, src, e, e + c->tile, scale);
-        if (scales)
-            scales += c->scaled->format.scale_tile_stride;
     }
     return nans;
 }
@@ -4445,7 +4486,7 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
                   d->cu_seqlens, mixed, d->request ? d->request : d->position);
     KVPRIM_REFUSE(d->starts && !d->cu_seqlens, ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
                   d->starts);
-    KVPRIM_TRY(kvpi_check_reserved(d->reserved_pages | d->reserved_token | d->reserved_slot, function, "", "", ""));
+    KVPRIM_TRY(kvpi_check_reserved(d->reserved_pages | d->reserved_token | d->reserved_slot, function, "", ""));
     const kvpi_number types[] = {
         {"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
     for (int k = 0; k < 3; k++)

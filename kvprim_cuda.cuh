@@ -1834,6 +1834,9 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
 
 typedef struct kvpc_convert_packed : kvpc_convert_tiles {
     uint64_t tensor[2]; /* where the tensor's scale of each route lies, or 0 */
+    /* With scale_heads: octets of a head; what each head, and each four rows that are swizzled, add in either route. */
+    kvpc_divisor32 scale_heads;
+    uint32_t scale_head[2], scale_rows[2];
     /* tiles of a row that a thread takes part in; from one to the next: tiles, heads, bytes of both sides */
     uint32_t rounds, round_tiles, round_heads, round_src, round_dst;
 } kvpc_convert_packed;
@@ -1857,20 +1860,35 @@ KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert_packed &p, uint32_t rou
     return p.tensor[route];
 }
 
+/* Where a scale lies that is at `at` but for its head and its group of rows. */
+KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert &, uint32_t, uint64_t at, uint32_t, uint32_t)
+{
+    return at;
+}
+
+KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert_packed &p, uint32_t route, uint64_t at, uint32_t octet,
+                                        uint32_t row)
+{
+    if (!p.scale_heads.magic)
+        return at;
+    return kvpc_row_at(kvpc_row_at(at, kvpc_divide(octet, p.scale_heads), p.scale_head[route]), row / 4,
+                       p.scale_rows[route]);
+}
+
 /* To the thread's next tile; returns whether there is one. */
-KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert &, const kvpc_route &, uint32_t, uint64_t *, uint64_t *,
-                                  uint64_t *)
+KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert &, uint32_t, uint32_t, uint64_t *, uint64_t *, uint64_t *)
 {
     return false;
 }
 
-KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert_packed &p, const kvpc_route &s, uint32_t round, uint64_t *src,
+KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert_packed &p, uint32_t route, uint32_t round, uint64_t *src,
                                   uint64_t *dst, uint64_t *scale_at)
 {
+    const kvpc_route &s = p.route[route];
     if (round == p.rounds)
         return false;
     *src += p.round_src, *dst = kvpc_row_at(*dst + p.round_dst, p.round_heads, s.head);
-    *scale_at = kvpc_row_at(*scale_at, p.round_tiles, s.tile);
+    *scale_at = kvpc_row_at(kvpc_row_at(*scale_at, p.round_tiles, s.tile), p.round_heads, p.scale_head[route]);
     return true;
 }
 
@@ -2114,7 +2132,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
         for (uint32_t k = 0; k < loads; k++)
             if (kind == kvpc_4_bits && first + k * step < p.octets)
-                code[k] = kvpc_load_any_scale(kvpc_tile_at(p, s, row, first + k * step), scales);
+                code[k] = kvpc_load_any_scale(
+                    kvpc_order_scale(p, 0, kvpc_tile_at(p, s, row, first + k * step), first + k * step, x.row), scales);
             else if (first + k * step < p.octets)
                 scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), (how & kvpc_e8m0) != 0);
     }
@@ -2271,6 +2290,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t page = kvpc_divide(x.row, p.page);
     dst = kvpc_row_at(kvpc_row_at(dst, x.row, s.dst_stride), page, s.page);
     scale_at = kvpc_row_at(kvpc_row_at(scale_at, x.row, s.scale_row), page, s.scale_page);
+    scale_at = kvpc_order_scale(p, second, scale_at, first, x.row);
     for (uint32_t round = 1;; round++) {
         uint32_t most = kvpc_most<from>(kvpc_most<from>(v[0].x, v[0].y), kvpc_most<from>(v[0].z, v[0].w));
         for (uint32_t k = 1; k < loads; k++)
@@ -2292,7 +2312,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         }
         kvpc_store_tile<from, kind, loads>(p, few ? of_route : p.limits, flags, v, most, outer, dst, apart, has,
                                            scale_at, x.inside, in_tile == 0);
-        if (!kvpc_next_tile(p, s, round, &src, &dst, &scale_at))
+        if (!kvpc_next_tile(p, second, round, &src, &dst, &scale_at))
             break;
         for (uint32_t k = 0; k < loads; k++)
             v[k] = kvpc_load16(src + 16 * k);
@@ -2988,8 +3008,9 @@ static uint64_t kvpc_scales_reach(const kvprim_side *side, int64_t rows)
 {
     const kvprim_format *const f = &side->format;
     const int64_t elements = kvpi_elements_in(f->dtype, side->piece_bytes * side->table.heads);
-    const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile, in_page = side->table.page_rows;
-    const int64_t of_row = (scales - 1) * f->scale_tile_stride + kvpi_dtype_bytes(f->scale_dtype);
+    const int64_t in_page = side->table.page_rows, own = f->scale_heads, bytes = kvpi_dtype_bytes(f->scale_dtype);
+    const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : own ? own : elements / f->tile;
+    const int64_t of_row = (scales - 1) * f->scale_tile_stride + (own ? f->scale_stride : bytes);
     kvprim_side of_scales = *side;
     of_scales.table.stride = f->scale_stride, of_scales.table.page_stride = f->scale_page_stride;
     if (f->scale != KVPRIM_SCALE_TILE)
@@ -3004,7 +3025,7 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
 {
     const kvprim_format &f = side->format;
     const uint64_t size = side->index_type == KVPRIM_I64 ? 8 : 4, count = (uint64_t)m->count;
-    const int64_t rows = side->index || m->count > side->table.rows ? side->table.rows : m->count;
+    const int64_t rows = side->index || f.scale_order || m->count > side->table.rows ? side->table.rows : m->count;
     const bool scales = f.scale && rows > 0 && (f.scales || !side->device_layers);
     char scales_name[80], nans_name[80];
     snprintf(scales_name, sizeof scales_name, "%s.format.scales", name);
@@ -3331,6 +3352,8 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
         return false;
     if (tiles && (f.scale_stride > UINT32_MAX || kvpc_scale_page_step(&quantised->table, &f) < 0))
         return false;
+    if (f.scale_heads > 1 && quantised->table.heads > 1 && f.scale_heads != quantised->table.heads)
+        return false;
     return !tiles || m->zero ||
            (kvpi_elements_in(f.dtype, quantised->piece_bytes) % f.tile == 0 && /* a tile lies in one head, */
             m->row_bytes <= 16 * kvpc_most_threads &&                          /* a row's threads fit a block, */
@@ -3356,8 +3379,8 @@ static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v
     return kvpc_is_plain_conversion(v) && ((!tiles && a->table.heads == 1) || k->row_bytes == v->row_bytes) &&
            f.dtype == g.dtype && k->src.format.dtype == v->src.format.dtype && f.scale == g.scale &&
            (!(tiles || heads) || f.tile == g.tile) && f.scale_dtype == g.scale_dtype &&
-           f.scale_inverse == g.scale_inverse && f.nans == g.nans && f.scale_power_of_two == g.scale_power_of_two &&
-           kvpi_bits_of(f.scale_min) == kvpi_bits_of(g.scale_min);
+           f.scale_heads == g.scale_heads && f.scale_inverse == g.scale_inverse && f.nans == g.nans &&
+           f.scale_power_of_two == g.scale_power_of_two && kvpi_bits_of(f.scale_min) == kvpi_bits_of(g.scale_min);
 }
 
 /* Whether a gather of K's octets takes V, too: of the same rows, in words that are only copied. There are no more words
@@ -3397,6 +3420,17 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_convert *p)
         s.scale_page = (uint32_t)kvpc_scale_page_step(t, &f);
     }
     return s;
+}
+
+/* Where the scales of a route lie if they have heads. Those that are swizzled take every fourth byte, and those of the
+   next row the bytes after them. */
+static void kvpc_set_scale_heads(kvpc_convert_packed *p, size_t route, const kvprim_format &f)
+{
+    const uint32_t tiles = (uint32_t)f.scale_stride, step = f.scale_order ? 4 : 1; /* tiles of a head */
+    p->scale_heads = kvpc_divisor_of(p->route[route].octets / (uint32_t)f.scale_heads).narrow;
+    p->scale_head[route] = (uint32_t)f.scale_tile_stride - step * tiles;
+    p->scale_rows[route] = f.scale_order ? 4 * tiles - 4 : 0;
+    p->route[route].tile = step, p->route[route].scale_row = f.scale_order ? 1 : tiles;
 }
 
 /* Everything that K and V share, except how threads share the rows. */
@@ -3553,9 +3587,10 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     kvpc_set_tile_format(p, f, loads == 1);
     while (p->lanes_shift < 5 && loads << p->lanes_shift < p->tile_octets)
         p->lanes_shift++;
-    if (bytes > kvpc_few_bytes)
+    if (bytes > kvpc_few_bytes && !f.scale_heads)
         kvpc_set_tile_edges(p, &k->dst, v);
-    const uint32_t lanes = kvpc_set_rounds(p, (uint32_t)k->dst.table.heads, tables, !packed ? 1 : copies ? 2 : 8);
+    const uint32_t heads = (uint32_t)(f.scale_heads > 1 ? f.scale_heads : k->dst.table.heads);
+    const uint32_t lanes = kvpc_set_rounds(p, heads, tables, !packed ? 1 : copies ? 2 : 8);
     const uint32_t threads = kvpc_shape_tiles(p, lanes, tables, block, loads == 1);
 #ifndef KVPRIM_NO_FOUR_BIT
     if (packed)
@@ -3619,10 +3654,13 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
         return false;
     kvpc_convert_packed p = {};
     for (size_t k = 0; k < n; k++) {
-        p.tensor[k] = (uintptr_t)(moves[k].zero ? moves[k].src : moves[k].dst).format.tensor_scale;
+        const kvprim_side &indexed = moves[k].zero ? moves[k].src : moves[k].dst;
+        p.tensor[k] = (uintptr_t)indexed.format.tensor_scale;
         p.src[k] = (uintptr_t)kvprim_side_layer(&moves[k].src, 0);
         p.src_stride[k] = (uint32_t)moves[k].src.table.stride;
         p.route[k] = kvpc_route_of(&moves[k], &p);
+        if (indexed.format.scale_heads)
+            kvpc_set_scale_heads(&p, k, indexed.format);
     }
     kvpc_set_convert(&p, &moves[0]);
     if (n == 2 && moves[1].dst.format.dtype && !kvpc_is_made_of(&moves[1].dst, 8, 8))
@@ -4183,6 +4221,8 @@ typedef struct kvpc_change {
     uint64_t scales, scales_step; /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
     int64_t offset;
     kvpc_layout scale;             /* `head` divides by the elements of a tile, and head_step leads to the next scale */
+    kvpc_divisor scale_heads;      /* tiles of a head of scales; 0: there are none */
+    int64_t scale_head, scale_row; /* what each head adds and, of each four rows, each after the first */
     uint64_t elements, span, tile; /* of a row, a span, a tile whose scale is computed */
     uint64_t step;                 /* elements of a round of kvpc_convert_octets; 0: kvpc_convert_any takes all. Beside
                                       4 bits, which it always takes: where the tensor's scale lies, or 0 */
@@ -4318,10 +4358,12 @@ KVPRIM_DEVICE uint64_t kvpc_element_at(const kvpc_layout &side, uint64_t row, nu
 }
 
 /* The scale of element e of a row whose scales begin at s.scales. */
-template <class number>
+template <bool four = false, class number>
 KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_change &how, const kvpc_stretch<number> &s, number e)
 {
-    return s.scales + kvpc_divide(e, how.scale.head) * (uint64_t)how.scale.head_step;
+    const number tile = kvpc_divide(e, how.scale.head);
+    const uint64_t in_head = four ? kvpc_divide(tile, how.scale_heads) * (uint64_t)how.scale_head : 0;
+    return s.scales + tile * (uint64_t)how.scale.head_step + in_head;
 }
 
 /* The factor of elements whose scale at `address` is read. */
@@ -4366,7 +4408,7 @@ KVPRIM_DEVICE kvpc_factor kvpc_compute_scale(const kvpc_change &how, const kvpc_
             kvpc_compute_any_scale(largest, how.largest, how.inverse, how.least, how.power_of_two != 0,
                                    (kvprim_dtype)how.is_e8m0, kvpc_load_tensor(how.step));
         if (lane == 0)
-            kvpc_store_any_scale(kvpc_scale_at(how, s, e), any.code, (kvprim_dtype)how.is_e8m0);
+            kvpc_store_any_scale(kvpc_scale_at<true>(how, s, e), any.code, (kvprim_dtype)how.is_e8m0);
         return kvpc_factor_of(how, any.divisor);
     }
     const float scale = kvpc_tile_scale(largest, how.largest, how.inverse, how.least, how.power_of_two != 0);
@@ -4402,7 +4444,8 @@ KVPRIM_DEVICE void kvpc_load_octets(const kvpc_conversion &p, const kvpc_stretch
 /* >>impl_convert_spans --------------------------------------------------------------------------------------------- */
 
 /* Span `work` of all, with the index rule. All loads come first, and no wait between them. */
-template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const kvpc_conversion &p, number work)
+template <bool four, class number>
+KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const kvpc_conversion &p, number work)
 {
     const kvpc_task &t = p.task;
     const kvpc_change &how = p.how;
@@ -4415,7 +4458,7 @@ template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const 
     s.src = at.src + kvpc_place(t.src, (number)src_row);
     s.scales = how.scales ? how.scales + at.layer * how.scales_step : in_table;
     if (how.scale.stride && !how.quantises) /* of tiles */
-        s.scales += kvpc_place(how.scale, (number)src_row);
+        s.scales += kvpc_place(how.scale, (number)src_row) + (four ? src_row % 4 * (uint64_t)how.scale_row : 0);
     const number end = (at.in_row + 1) * (number)how.span;
     s.begin = at.in_row * (number)how.span;
     s.end = end < (number)how.elements ? end : (number)how.elements;
@@ -4426,7 +4469,8 @@ template <class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const 
     return s;
 }
 
-template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversion &p, kvpc_stretch<number> *s)
+template <bool four, class number>
+KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversion &p, kvpc_stretch<number> *s)
 {
     const kvpc_task &t = p.task;
     const uint64_t row = kvpc_row_of(t.dst_rows, s->to);
@@ -4435,7 +4479,7 @@ template <class number> KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversio
     s->moves = inside && (!s->zero || t.zero);
     s->dst += kvpc_place(t.dst, (number)row);
     if (p.how.computes)
-        s->scales += kvpc_place(p.how.scale, (number)row);
+        s->scales += kvpc_place(p.how.scale, (number)row) + (four ? row % 4 * (uint64_t)p.how.scale_row : 0);
 }
 
 /* Spans of aligned octets. src is read before it is known whether dst has the row. If scales are computed, a round
@@ -4455,7 +4499,7 @@ KVPRIM_DEVICE void kvpc_convert_octets(const kvpc_conversion &p, kvpc_stretch<nu
     const bool reads = how.scaling != kvpc_unscaled && !how.computes && !s.zero && base + 8 * lane < s.end;
     if (reads)
         scale = kvpc_load_scale(how.several ? kvpc_scale_at(how, s, (number)(base + 8 * lane)) : s.scales, how.is_e8m0);
-    kvpc_finish_span(p, &s);
+    kvpc_finish_span<false>(p, &s);
     if (!s.moves)
         return;
     kvpc_factor factor = kvpc_times(1.0f);
@@ -4501,7 +4545,7 @@ KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<numbe
     const kvpc_change &how = p.how;
     const number tile = how.computes ? (number)how.tile : s.end - s.begin, step = n * lanes;
     uint32_t nans = 0;
-    kvpc_finish_span(p, &s);
+    kvpc_finish_span<four>(p, &s);
     if (!s.moves)
         return;
     KVPRIM_ROLLED
@@ -4521,7 +4565,7 @@ KVPRIM_DEVICE void kvpc_convert_any(const kvpc_conversion &p, kvpc_stretch<numbe
                 else if (!s.zero)
                     kvpc_load_elements<n>(w, kvpc_element_at(p.task.src, s.src, e, how.src_shift), how.src_shift);
                 if (how.several && !s.zero)
-                    factor = kvpc_read_factor<four>(how, kvpc_scale_at(how, s, e));
+                    factor = kvpc_read_factor<four>(how, kvpc_scale_at<four>(how, s, e));
                 if (four)
                     KVPRIM_BY_PACKED_TYPE(how.src_type, kvpc_decode, n, x, w);
                 else
@@ -4552,7 +4596,7 @@ static __global__ void __launch_bounds__(threads, 1)
         kvpc_pdl_wait();
     for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total;
          work += gridDim.x * in_block) {
-        kvpc_stretch<number> s = kvpc_find_span(p, work);
+        kvpc_stretch<number> s = kvpc_find_span<four>(p, work);
         if (!four && sizeof(number) == 4 && s.wide && p.how.step) /* wide numbers are rare */
             kvpc_convert_octets(p, s, lane, lanes);
         else if (s.wide)
@@ -4583,6 +4627,11 @@ static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_
     if (f->scale != KVPRIM_SCALE_TENSOR) {
         c->scale.head = kvpc_divisor_of(f->tile);
         c->scale.head_step = f->scale_tile_stride;
+    }
+    if (f->scale_heads) {
+        c->scale_heads = kvpc_divisor_of(stride), c->scale_row = f->scale_order ? 1 - stride : 0;
+        c->scale.head_step = f->scale_order ? 4 : 1;
+        c->scale_head = f->scale_tile_stride - c->scale.head_step * stride;
     }
 }
 

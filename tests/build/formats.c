@@ -61,7 +61,7 @@ static void stores_packed(const char *name, kvprim_store_desc store, kvprim_tabl
 {
     static unsigned char want[sizeof memory];
     oracle_move m = {.row_bytes = store.k_bytes, .count = store.count, .layers = 1};
-    cache.stride = HEADS * DIM / 2;
+    cache.stride = cache.stride ? cache.stride : HEADS * DIM / 2;
     m.dst.table = store.k_cache = cache, m.src.table = store.k, m.src.table.stride = store.k_bytes;
     m.dst.index = store.slot, m.dst.type = store.slot_type;
     memset(memory, 0xa5, sizeof memory);
@@ -101,7 +101,31 @@ static void gathers(const kvprim_format *format, const kvprim_format *bf16, floa
     failed += wrong;
 }
 
-static void formats(void *cache, int64_t slots, int64_t dim, float *k_scale, float *kv_scale_orig_quant,
+/* The scales that the last store wrote, as vLLM's kernel for sm_100 says: swizzled within each head of a page. */
+static void swizzles(const kvprim_format *linear, const kvprim_format *swizzled, kvprim_store_desc store,
+                     kvprim_table cache, int64_t page_bytes)
+{
+    static unsigned char plain[sizeof memory];
+    enum { T = 16, S = DIM / 16 };
+    int wrong = 0;
+    store.k_cache = formatted(cache, linear);
+    wrong += kvprim_store(&store) != KVPRIM_OK;
+    memcpy(plain, memory, sizeof plain);
+    store.k_cache = formatted(cache, swizzled);
+    wrong += kvprim_store(&store) != KVPRIM_OK;
+    for (int i = 0; i < TOKENS; i++)
+        for (int h = 0; h < HEADS; h++)
+            for (int s = 0; s < S; s++) {
+                const int t = slot[i] % T, at = 4 * (t / 4) + s / (S / 4), scale = s % (S / 4) * 4 + t % 4;
+                const int64_t first = slot[i] / T * page_bytes + T * HEADS * DIM / 2 + h * T * S;
+                wrong += memory[first + at * S + scale] != plain[first + t * S + s];
+            }
+    if (wrong)
+        printf("examples/FORMATS.md: nvfp4_swizzled: %d scales are wrong: %s\n", wrong, kvprim_last_error());
+    failed += wrong;
+}
+
+static void formats(void *cache, int64_t slots, int64_t dim, float *k_scale, float *v_scale, float *kv_scale_orig_quant,
                     float *kv_scale_quant_orig, void *kv_c, void *k_pe, int64_t tokens, int64_t page_bytes,
                     void *mx_scales)
 {
@@ -123,6 +147,10 @@ static void formats(void *cache, int64_t slots, int64_t dim, float *k_scale, flo
     e = (engine){KVPRIM_F8E4M3, HEADS, HEADS * (DIM + 16), DIM + 16, DIM, DIM + 16, NULL, 0, 1e-12f, 0};
     stores("token_head_flashinfer", store, flashinfer_heads, e);
     stores_packed("nvfp4", store, nvfp4_pages);
+    stores_packed("nvfp4_heads", store, nvfp4_hnd);
+    stores_packed("nvfp4_swizzled", store, formatted(nvfp4_hnd, &nvfp4_swizzled));
+    nvfp4_swizzled.tensor_scale = k_scale;
+    swizzles(&nvfp4_heads, &nvfp4_swizzled, store, nvfp4_hnd, page_bytes);
     stores_packed("mxfp4", store, formatted(flat, &mxfp4));
 
     e = (engine){KVPRIM_F8E4M3, 4, 656, DIM, 512, sizeof(float), NULL, 0, 1e-4f, 1};
@@ -150,7 +178,7 @@ int main(void)
     }
     for (int h = 0; h < HEADS; h++)
         scales[h] = 0.02f * (float)(h + 1);
-    formats(memory, SLOTS, DIM, scales, &orig_quant, &quant_orig, k, rope, TOKENS,
+    formats(memory, SLOTS, DIM, scales, scales + 1, &orig_quant, &quant_orig, k, rope, TOKENS,
             2 * 16 * HEADS * (DIM / 2 + DIM / 16), memory + SLOTS * HEADS * DIM / 2);
     return failed != 0;
 }

@@ -83,7 +83,8 @@ static void case_side(convert_case *c, case_pick *pick, int dst, int64_t n, int3
     int32_t heads = 1 + (int32_t)pick(4);
     while (n % (heads * packed_in) != 0)
         heads--;
-    const int64_t page_rows = pick(2) ? 1 + (int64_t)pick(6) : 0, piece = oracle_bytes(f->dtype, n / heads);
+    const int64_t page_rows = pick(2) ? four && pick(2) ? 4 + 4 * (int64_t)pick(2) : 1 + (int64_t)pick(6) : 0,
+                  piece = oracle_bytes(f->dtype, n / heads);
     const int64_t pages = page_rows ? (rows + page_rows - 1) / page_rows : 1;
     f->scale = quantised ? (kvprim_scale_kind)pick(4) : (kvprim_scale_kind)0;
     f->scale_dtype = f->scale && pick(3) == 0 ? KVPRIM_F8E8M0 : f->scale && pick(2) ? KVPRIM_F32 : (kvprim_dtype)0;
@@ -103,6 +104,14 @@ static void case_side(convert_case *c, case_pick *pick, int dst, int64_t n, int3
     }
     const int64_t tile = f->scale == KVPRIM_SCALE_TENSOR ? n : f->tile ? f->tile : tiled ? n : n / heads;
     const int64_t tiles = f->scale ? n / tile : 0;
+    if (four && tiled && size == 1 && pick(2)) {
+        f->scale_heads = 1 + (int32_t)pick(4);
+        while (tiles % f->scale_heads != 0)
+            f->scale_heads--;
+        f->scale_order = tiles / f->scale_heads % 4 == 0 && page_rows % 4 == 0 && rows % 4 == 0;
+    }
+    /* scales of heads are one block in each page */
+    const int64_t in_page = !tiled ? 1 : page_rows ? page_rows : rows, block = f->scale_heads ? in_page * tiles : 0;
     f->scale_inverse = f->scale && (dst || tiled) && pick(3) == 0;
     f->scale_power_of_two = tiled && pick(3) == 0;
     f->scale_min = tiled && pick(3) == 0 ? (float)oracle_ldexp(1.3, (int)pick(30) - 20) : 0;
@@ -110,7 +119,7 @@ static void case_side(convert_case *c, case_pick *pick, int dst, int64_t n, int3
     int64_t head_stride = 0, stride = 0, page_stride = 0, layer_stride = 0, span;
     case_loop rows_loops[] = {{page_rows ? page_rows : rows, &stride}, {heads, &head_stride}};
     case_loop outer[] = {{pages, &page_stride}, {array ? 1 : layers, &layer_stride}};
-    if (inside && tiled && heads == 1 && pick(2)) { /* behind each row */
+    if (inside && tiled && heads == 1 && !block && pick(2)) { /* behind each row */
         const int64_t row = (piece + align - 1) / align * align;
         f->scale_offset = row;
         span = case_nest(pick, row + tiles * size, rows_loops, 1, align);
@@ -118,10 +127,9 @@ static void case_side(convert_case *c, case_pick *pick, int dst, int64_t n, int3
     } else { /* behind all rows of the page, or, without pages, of the table */
         span = case_nest(pick, piece, rows_loops, 2, align);
         if (inside) {
-            case_loop scales[] = {{tiled ? page_rows ? page_rows : rows : 1, &f->scale_stride},
-                                  {tiles, &f->scale_tile_stride}};
+            case_loop scales[] = {{in_page, &f->scale_stride}, {tiles, &f->scale_tile_stride}};
             f->scale_offset = (span + align - 1) / align * align + (int64_t)pick(3) * align;
-            span = f->scale_offset + case_nest(pick, size, scales, 2, size);
+            span = f->scale_offset + (block ? block : case_nest(pick, size, scales, 2, size));
             if (!tiled)
                 f->scale_stride = 0;
             if (f->scale == KVPRIM_SCALE_TENSOR)
@@ -137,13 +145,13 @@ static void case_side(convert_case *c, case_pick *pick, int dst, int64_t n, int3
     part->layers = array ? bases : NULL;
     if (f->scale && !inside) {
         int64_t tile_stride = 0, row_stride = 0, scale_page_stride = 0, scale_layer_stride = 0;
-        case_loop loops[] = {{tiles, &tile_stride},
-                             {tiled ? page_rows ? page_rows : rows : 1, &row_stride},
-                             {tiled ? pages : 1, &scale_page_stride},
-                             {layers, &scale_layer_stride}};
+        case_loop loops[] = {{tiled ? pages : 1, &scale_page_stride},
+                             {layers, &scale_layer_stride},
+                             {tiles, &tile_stride},
+                             {in_page, &row_stride}};
         const int packed = pick(2) == 0;
-        span = packed ? tiles * size * (tiled ? pages * (page_rows ? page_rows : rows) : 1) * layers
-                      : case_nest(pick, size, loops, 4, size);
+        span = packed ? tiles * size * (tiled ? pages * in_page : 1) * layers
+                      : case_nest(pick, block ? block : size, loops, block ? 2 : 4, size);
         f->scales = case_take(c, span, size, (int64_t)pick((uint64_t)(16 / size)));
         f->scales_bytes = pick(2) ? span : 0;
         if (!packed) {

@@ -307,19 +307,20 @@ static unsigned char *oracle_scale(const oracle_side *part, int32_t l, int64_t r
     const kvprim_format *const f = part->table.format;
     const kvprim_table *const t = &part->table;
     const int64_t bytes = oracle_scale_bytes(f->scale_dtype), tiles = n / oracle_tile(part, n);
-    const int64_t tile_stride = f->scale_tile_stride ? f->scale_tile_stride : bytes;
     const int64_t page_rows = t->page_rows ? t->page_rows : t->rows, pages = (t->rows + page_rows - 1) / page_rows;
+    const int64_t heads = f->scale_heads ? f->scale_heads : 1, in_head = tiles / heads; /* packed if there are heads */
+    const int64_t tile_stride = f->scale_tile_stride ? f->scale_tile_stride : bytes;
     int64_t stride = f->scale_stride, page_stride = f->scale_page_stride, layer_stride = f->scale_layer_stride;
     if (layer_stride == KVPRIM_SCALES_SHARED)
         layer_stride = 0;
-    if (f->scales && stride == 0)
-        stride = tiles * tile_stride;
+    if ((f->scales || f->scale_heads) && stride == 0)
+        stride = in_head * tile_stride;
     if (f->scales && page_stride == 0)
-        page_stride = page_rows * stride;
+        page_stride = heads * page_rows * stride;
     if (f->scales && layer_stride == 0 && f->scale == KVPRIM_SCALE_TILE) {
-        layer_stride = page_rows * stride;
+        layer_stride = heads * page_rows * stride;
         layer_stride = t->page_rows && pages * page_stride > layer_stride ? pages * page_stride : layer_stride;
-        layer_stride = tiles * tile_stride > layer_stride ? tiles * tile_stride : layer_stride;
+        layer_stride = in_head * tile_stride > layer_stride ? in_head * tile_stride : layer_stride;
     }
     if (!f->scales && stride == 0)
         stride = t->stride;
@@ -327,9 +328,15 @@ static unsigned char *oracle_scale(const oracle_side *part, int32_t l, int64_t r
         page_stride = t->page_stride;
     unsigned char *at =
         f->scales ? (unsigned char *)f->scales + l * layer_stride : oracle_layer(part, l) + f->scale_offset;
+    int64_t token = t->page_rows ? row % page_rows : row, scale = e / oracle_tile(part, n) % in_head;
+    if (f->scale_order == KVPRIM_SCALES_SWIZZLED) {
+        const int64_t linear = token, quarter = in_head / 4;
+        token = 4 * (token / 4) + scale / quarter;
+        scale = scale % quarter * 4 + linear % 4;
+    }
     if (f->scale == KVPRIM_SCALE_TILE)
-        at += t->page_rows ? row / page_rows * page_stride + row % page_rows * stride : row * stride;
-    return at + e / oracle_tile(part, n) * tile_stride;
+        at += (t->page_rows ? row / page_rows * page_stride : 0) + token * stride;
+    return at + e / oracle_tile(part, n) / in_head * page_rows * stride + scale * tile_stride;
 }
 
 /* With the tensor's scale. */

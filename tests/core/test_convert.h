@@ -661,7 +661,9 @@ static void test_format_errors(void)
     REFUSED(b.d.k_bytes = 0, SIZE, "k_bytes is 0, less than 1");
     REFUSED(b.d.k_bytes = -128, SIZE, "k_bytes is -128, less than 1");
     /* fields */
-    REFUSED(b.k_format.reserved = 1, ARGUMENT, "a reserved field of k_cache.format is not 0");
+    REFUSED(b.k_format.scale_heads = 4, ARGUMENT,
+            "k_cache.format.scale_heads is 4, which only tiles of 4 bits with scales of 1 byte have");
+    REFUSED(b.k_format.scale_order = 1, ARGUMENT, "k_cache.format.scale_order is 1, but scale_heads is 0");
     REFUSED(b.k_format.scale = (kvprim_scale_kind)4, ARGUMENT, "k_cache.format.scale is 4, no kind of scale");
     REFUSED(b.bf16.scale = KVPRIM_SCALE_TENSOR, ARGUMENT, "k.format.scale is 1, but elements that are not quantised");
     REFUSED(b.k_format.scale_dtype = KVPRIM_F64, ARGUMENT, "scale_dtype is 20, neither KVPRIM_F32 nor KVPRIM_F8E8M0");
@@ -819,6 +821,39 @@ static void test_format_errors(void)
     REFUSED(OUTER(b.v_cache), OVERLAP, "k_cache.format.tensor_scale (");
     REFUSED((OUTER(b.outside + 72), b.k_format.scales = b.outside + 64, b.k_format.scale_offset = 0), OVERLAP,
             "k_cache.format.tensor_scale (");
+    /* the scales of heads: a block of 64 bytes or less after the 128 bytes of each page's rows */
+#define HEADS(heads, order) FOUR((b.k_format.scale_heads = (heads), b.k_format.scale_order = (order), SCALES(4)))
+#define SCALES(n) (b.k_format.tile = 64 / (n), b.k_format.scale_stride = 0)
+    TAKEN(HEADS(1, KVPRIM_SCALES_SWIZZLED));
+    TAKEN(HEADS(4, KVPRIM_SCALES_LINEAR));
+    TAKEN((HEADS(4, KVPRIM_SCALES_SWIZZLED), SCALES(16)));
+    REFUSED(HEADS(-1, 0), SIZE, "k_cache.format.scale_heads is -1, less than 0");
+    REFUSED(HEADS(1, 2), ARGUMENT, "k_cache.format.scale_order is 2, no order of scales");
+    REFUSED(HEADS(1, -1), ARGUMENT, "k_cache.format.scale_order is -1, no order of scales");
+    REFUSED((HEADS(1, 1), b.k_format.scale_dtype = KVPRIM_F16), ARGUMENT,
+            "k_cache.format.scale_heads is 1, which only tiles of 4 bits with scales of 1 byte have");
+    REFUSED((HEADS(1, 0), b.k_format.scale_stride = 4), ARGUMENT,
+            "scale_stride is set, but has no meaning with scale 3: scales of heads are packed");
+    REFUSED((HEADS(1, 0), b.k_format.scale_tile_stride = 1), ARGUMENT,
+            "scale_tile_stride is set, but has no meaning with scale 3: scales of heads are packed");
+    REFUSED(HEADS(3, 0), SIZE, "k_cache.format.scale_heads is 3, which does not divide a row's tiles, 4");
+    REFUSED(HEADS(2, 1), SIZE,
+            "k_cache.format.scale_heads is 2, which swizzled scales need to divide, by fours, a row's tiles, 4");
+    TAKEN((HEADS(1, 0), b.d.k_cache.page_rows = 2));
+    REFUSED((HEADS(1, 1), b.d.k_cache.page_rows = 2), SIZE,
+            "k_cache.page_rows is 2, and scales are swizzled: no multiple of 4");
+    REFUSED((HEADS(1, 1), b.d.k_cache.rows = 17), SIZE,
+            "k_cache.rows is 17, and scales are swizzled: no multiple of 4");
+    REFUSED((HEADS(1, 1), b.d.k_cache.page_rows = 0, b.d.k_cache.rows = 18), SIZE,
+            "k_cache.rows is 18, and scales are swizzled: no multiple of 4");
+    REFUSED((HEADS(4, 0), SCALES(16), b.k_format.scale_page_stride = 63), SIZE,
+            "k_cache.format.scale_page_stride is 63, but what lies inside that step takes bytes: 64");
+    REFUSED((HEADS(4, 1), SCALES(16), b.d.k_cache.bytes = 3 * 512 + 256 + 63), SIZE,
+            "k_cache.bytes is 1855, but its scales reach 1856");
+    TAKEN((HEADS(4, 1), SCALES(16), b.d.k_cache.bytes = 3 * 512 + 256 + 64));
+    REFUSED((HEADS(4, 1), SCALES(16), b.d.rejected = (uint32_t *)(void *)(b.cache + 256 + 60)), OVERLAP, "rejected (");
+#undef HEADS
+#undef SCALES
     REFUSED((OUTER(&b.nans)), OVERLAP, "k_cache.format.nans (");
     REFUSED((OUTER(&b.rejected)), OVERLAP, "rejected (");
 #undef OUTER
@@ -962,6 +997,51 @@ static void test_format_errors_of_transfers(void)
     CHECK_ERROR(kvprim_gather(&g), KVPRIM_ERROR_ARGUMENT, "kvprim_gather: src.format is set, but dst.format is NULL");
 }
 
+/* Swizzled scales of 2 heads in pages of 8 rows lie where the definition says, and a gather finds them. A row's scales are among those of four rows, of which a store uses all. */
+static void test_swizzled(void)
+{
+    enum { rows = 24, page = 8, heads = 2, tiles = 8, of_row = heads * tiles * 16 };
+    static uint16_t k[rows][of_row], linear_back[rows][of_row], back[rows][of_row];
+    static uint8_t cache[2][rows][of_row / 2], scales[2][rows / page][heads][page][tiles];
+    int32_t slot[rows];
+    kvprim_format bf16 = plain_format(KVPRIM_BF16);
+    kvprim_format f = {.dtype = KVPRIM_F4E2M1, .scale = KVPRIM_SCALE_TILE, .tile = 16, .scale_dtype = KVPRIM_F8E4M3};
+    f.scale_heads = heads;
+    for (int r = 0; r < rows; r++) {
+        slot[r] = (r * 7 + 3) % rows;
+        for (int e = 0; e < of_row; e++)
+            k[r][e] = (uint16_t)oracle_encode(KVPRIM_BF16, case_scale(below));
+    }
+    for (int order = 0; order < 2; order++) {
+        f.scale_order = order, f.scales = scales[order];
+        kvprim_table t = formatted(strided_table(cache[order], rows, of_row / 2), &f);
+        t.page_rows = page;
+        const kvprim_store_desc store = {.k_cache = t,
+                                         .k = formatted(table_of(k, rows), &bf16),
+                                         .k_bytes = of_row * 2,
+                                         .slot = slot,
+                                         .slot_type = KVPRIM_I32,
+                                         .count = rows};
+        CHECK(kvprim_store(&store) == KVPRIM_OK);
+        const kvprim_gather_desc g =
+            gather_of(formatted(table_of(order ? back : linear_back, rows), &bf16), t, of_row / 2, slot, rows);
+        CHECK(kvprim_gather(&g) == KVPRIM_OK);
+    }
+    CHECK(memcmp(cache[0], cache[1], sizeof cache[0]) == 0 && memcmp(back, linear_back, sizeof back) == 0);
+    for (int p = 0; p < rows / page; p++)
+        for (int h = 0; h < heads; h++)
+            for (int t = 0; t < page; t++)
+                for (int s = 0; s < tiles; s++)
+                    CHECK(scales[0][p][h][t][s] ==
+                          scales[1][p][h][4 * (t / 4) + s / (tiles / 4)][s % (tiles / 4) * 4 + t % 4]);
+    kvprim_transfer_desc d = transfer_of(formatted(strided_table(cache[1], page, of_row / 2), &f),
+                                         formatted(table_of(k, 1), &bf16), of_row * 2, 1);
+    d.rejected = (uint32_t *)(void *)&scales[1][0][1][3][4]; /* row 0 has the first of these 4 bytes */
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "rejected (");
+    d.rejected = (uint32_t *)(void *)scales[1][1];
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+}
+
 /* V that is like K except for one number, or begins elsewhere, is checked as if it were alone. */
 static void check_v_beside_k(const kvprim_store_desc *d)
 {
@@ -1001,10 +1081,9 @@ static void test_v_like_k(void)
                                 &b.v_format.scale_stride,
                                 &b.v_format.scale_page_stride,
                                 &b.v_format.scale_layer_stride,
-                                &b.v_format.scales_bytes,
-                                &b.v_format.reserved};
-    int32_t *const small[] = {&b.d.v_cache.heads, &b.d.v_cache.reserved_heads, &b.v_format.scale_power_of_two,
-                              &b.v_format.scale_inverse};
+                                &b.v_format.scales_bytes};
+    int32_t *const small[] = {&b.d.v_cache.heads,        &b.d.v_cache.reserved_heads, &b.v_format.scale_power_of_two,
+                              &b.v_format.scale_inverse, &b.v_format.scale_order,     &b.v_format.scale_heads};
     const int n = sizeof numbers / sizeof *numbers, m = sizeof small / sizeof *small, more = 9;
     for (int own = 0; own < 2; own++)
         for (int field = 0; field < n + m + more; field++)
@@ -1073,6 +1152,7 @@ static void run_conversions(void)
     run("conversions: moves", test_converting_moves);
     run("conversions: defaults of formats", test_side_format);
     run("conversions: presets", test_presets);
+    run("conversions: swizzled scales", test_swizzled);
     run("conversions: V like K", test_v_like_k);
     run("conversions: bad formats", test_format_errors);
     run("conversions: bad formats of transfers", test_format_errors_of_transfers);

@@ -52,7 +52,7 @@ static void spoil(convert_case *c)
     int64_t *const numbers[] = {&f->tile,         &f->scale_offset,      &f->scale_tile_stride,
                                 &f->scale_stride, &f->scale_page_stride, &f->scale_layer_stride,
                                 &f->scales_bytes};
-    const uint64_t which = pick(24);
+    const uint64_t which = pick(26);
     if (which < 5) {
         const int64_t value = spoiled(*strides[which]);
         *strides[which] = value ? value : *strides[which];
@@ -73,6 +73,10 @@ static void spoil(convert_case *c)
         f->scale_dtype = (kvprim_dtype)(pick(2) ? 0 : 16 + pick(12));
     } else if (which == 22) {
         c->dst.nans = (uint32_t *)(void *)(c->memory + pick(c->used));
+    } else if (which == 23) {
+        f->scale_heads = (int32_t)spoiled(f->scale_heads);
+    } else if (which == 24) {
+        f->scale_order = (int32_t)pick(3);
     } else {
         (pick(2) ? &c->dst : &c->src)->scale_inverse = (int32_t)pick(3);
     }

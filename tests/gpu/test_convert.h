@@ -25,6 +25,8 @@ struct convert_case {
     unsigned indexed;    /* sides of a transfer: 1: dst, 2: src */
     v_form v;            /* of a store */
     kvprim_dtype scales; /* 0, or the type of tiles' scales beside 4 bits */
+    int32_t scale_heads; /* that such scales of 1 byte form, or 0 */
+    bool swizzled;       /* K's; then V's are linear, otherwise V's are swizzled */
     bool outer;          /* 1: they have a tensor's scale, too */
     uint32_t outer_bits; /* 0: any */
     unsigned n;          /* chooses whatever is not given */
@@ -157,6 +159,21 @@ static size_t scale_bytes(const kvprim_format *f)
                                                                               : 4;
 }
 
+/* Scales of heads in memory of their own: pages of all rows of each head in turn. */
+static void place_heads(const convert_case *c, convert_side *s, int64_t in_page, int64_t pages, int32_t layers)
+{
+    kvprim_format *const f = &s->full;
+    f->scale_stride = c->elements / f->tile / f->scale_heads;
+    f->scale_tile_stride = in_page * f->scale_stride;
+    f->scale_page_stride = s->table.page_rows ? f->scale_heads * f->scale_tile_stride + (c->n % 4 == 1 ? 5 : 0) : 0;
+    f->scale_layer_stride =
+        s->table.page_rows ? (pages ? pages : 1) * f->scale_page_stride : f->scale_heads * f->scale_tile_stride;
+    s->given = *f;
+    s->given.scale_stride = s->given.scale_tile_stride = 0;
+    if (c->n % 4 != 1)
+        s->given.scale_page_stride = s->given.scale_layer_stride = 0;
+}
+
 /* Scales of the rows of a table in memory of their own. */
 static void place_own_scales(arena *a, const convert_case *c, convert_side *s, int64_t rows, int32_t layers)
 {
@@ -166,6 +183,14 @@ static void place_own_scales(arena *a, const convert_case *c, convert_side *s, i
     const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : c->elements / f->tile;
     const bool tiles = f->scale == KVPRIM_SCALE_TILE;
     const int64_t in_page = t->page_rows ? t->page_rows : rows > 0 ? rows : 1, pages = (rows + in_page - 1) / in_page;
+    if (f->scale_heads) {
+        place_heads(c, s, in_page, pages, layers);
+        f->scales = reserve(a, size_t(f->scale_layer_stride * layers), below(5));
+        s->given.scales = f->scales;
+        for (int64_t i = 0; i < f->scale_layer_stride * layers; i++)
+            static_cast<uint8_t *>(f->scales)[i] = uint8_t(chance(4) ? below(256) : 117 + below(20));
+        return;
+    }
     f->scale_tile_stride = size * (c->n % 5 == 1 ? 3 : 1);
     f->scale_stride = tiles ? scales * f->scale_tile_stride + (c->n % 3 == 1 ? 2 * size : 0) : 0;
     f->scale_page_stride = tiles && t->page_rows ? in_page * f->scale_stride + (c->n % 4 == 1 ? 5 * size : 0) : 0;
@@ -198,9 +223,12 @@ static void place_in_table(arena *a, const convert_case *c, convert_side *s, con
     kvprim_format *const f = &s->full;
     const int64_t size = int64_t(scale_bytes(f)), scales = c->elements / f->tile * size;
     const int64_t elements = bytes_of_elements(f->dtype, c->elements);
-    const int64_t page_rows = c->where == BEHIND_PAGE ? 1 + int64_t(at.layout % 5) * 3 : at.layout % 3 ? 0 : 4;
+    const int64_t page_rows = f->scale_heads            ? 4 + 4 * int64_t(at.layout % 5)
+                              : c->where == BEHIND_PAGE ? 1 + int64_t(at.layout % 5) * 3
+                              : at.layout % 3           ? 0
+                                                        : 4;
     const int64_t offset = round_up(elements, size), row = c->where == IN_ROW ? offset + scales : elements;
-    const int64_t stride = c->where == IN_ROW ? row + size * (c->n % 3) : row + (c->n % 3);
+    const int64_t stride = f->scale_heads ? row : c->where == IN_ROW ? row + size * (c->n % 3) : row + (c->n % 3);
     const int64_t behind = round_up(page_rows * stride, size);
     const int64_t page = c->where == IN_ROW ? page_rows * stride : behind + page_rows * scales + size * (c->n % 2);
     const int64_t pages = page_rows ? (rows + page_rows - 1) / page_rows : 0;
@@ -214,7 +242,14 @@ static void place_in_table(arena *a, const convert_case *c, convert_side *s, con
     f->scale_tile_stride = size;
     f->scale_stride = c->where == IN_ROW ? stride : scales;
     f->scale_page_stride = page_rows ? s->table.page_stride : 0;
+    if (f->scale_heads) { /* and rows in heads, or not */
+        f->scale_stride = scales / f->scale_heads, f->scale_tile_stride = page_rows * f->scale_stride;
+        s->table.heads = c->n % 2 ? f->scale_heads : 0, s->table.stride = c->n % 2 ? stride / f->scale_heads : stride;
+        s->table.head_stride = page_rows * s->table.stride;
+    }
     s->given = *f;
+    if (f->scale_heads)
+        s->given.scale_stride = s->given.scale_tile_stride = 0;
     if (c->where == IN_ROW && c->n % 2)
         s->given.scale_tile_stride = s->given.scale_stride = s->given.scale_page_stride = 0;
 }
@@ -228,6 +263,7 @@ static void place_small(arena *a, const convert_case *c, convert_side *s, const 
     f.scale = c->scale;
     f.tile = c->scale == KVPRIM_SCALE_TENSOR || c->scale == 0 ? 0 : c->tile ? c->tile : c->elements;
     f.scale_dtype = c->scales ? c->scales : c->is_e8m0 ? KVPRIM_F8E8M0 : KVPRIM_F32;
+    f.scale_heads = c->scale_heads, f.scale_order = c->scale_heads && c->swizzled;
     f.scale_power_of_two = c->power_of_two && c->scale == KVPRIM_SCALE_TILE;
     f.scale_inverse = c->inverse && (written || c->scale == KVPRIM_SCALE_TILE);
     f.scale_min = c->scale == KVPRIM_SCALE_TILE && c->n % 5 == 2 ? 1.0f / 512 : 0;
@@ -273,8 +309,11 @@ static void place_v(arena *a, const convert_case *c, convert_call *call)
 {
     kvprim_store_desc *const d = &call->store;
     if (c->v == V_CONVERTS) {
-        place_side(a, c, &call->v_dst, true, c->rows);
-        place_side(a, c, &call->v_src, false, c->count);
+        convert_case v = *c;
+        v.swizzled = !c->swizzled;
+        v.scale_heads = c->n % 8 == 5 ? std::min(c->scale_heads, 1) : c->scale_heads;
+        place_side(a, &v, &call->v_dst, true, c->rows);
+        place_side(a, &v, &call->v_src, false, c->count);
     } else {
         call->v_dst.row_bytes = call->v_src.row_bytes = row_sizes[c->n % 40];
         call->v_dst.table = place(a, {c->dst.layout % n_layouts, c->dst.align}, c->rows, call->v_dst.row_bytes);
@@ -333,13 +372,18 @@ static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *la
         return true;
     const int64_t elements = s->row_bytes * (is_four_bit(f->dtype) ? 2 : 1) / bytes_of_type(f->dtype);
     const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile;
-    char *at = f->scales ? static_cast<char *>(f->scales) + l * f->scale_layer_stride
-                         : static_cast<char *>(layer->data) + f->scale_offset;
-    if (f->scale == KVPRIM_SCALE_TILE)
-        at += layer->page_rows
-                  ? row / layer->page_rows * f->scale_page_stride + row % layer->page_rows * f->scale_stride
-                  : row * f->scale_stride;
-    for (int64_t t = 0; t < scales; t++, at += f->scale_tile_stride) {
+    char *const first = f->scales ? static_cast<char *>(f->scales) + l * f->scale_layer_stride
+                                  : static_cast<char *>(layer->data) + f->scale_offset;
+    const int64_t in_head = f->scale_heads ? scales / f->scale_heads : scales, quarter = in_head / 4;
+    for (int64_t t = 0; t < scales; t++) {
+        int64_t in_page = layer->page_rows ? row % layer->page_rows : row, s_in_head = t % in_head;
+        if (f->scale_order) {
+            const int64_t linear = in_page;
+            in_page = linear / 4 * 4 + s_in_head / quarter, s_in_head = s_in_head % quarter * 4 + linear % 4;
+        }
+        char *at = first + (f->scale_heads ? t / in_head * f->scale_tile_stride + s_in_head : t * f->scale_tile_stride);
+        if (f->scale == KVPRIM_SCALE_TILE)
+            at += (layer->page_rows ? row / layer->page_rows * f->scale_page_stride : 0) + in_page * f->scale_stride;
         const size_t begin = offset_of(a, at), bytes = scale_bytes(f);
         if (begin + bytes > a->used || (write && memchr(&a->taken[begin], 1, bytes)))
             return false;
@@ -846,6 +890,42 @@ static void convert_packed(arena *a)
         convert_case c = convert_case_of(n, n % 2 ? KVPRIM_F4E2M1 : KVPRIM_INT4, KVPRIM_BF16, KVPRIM_SCALE_TILE);
         c.form = CONVERT_GATHER, c.where = OWN_MEMORY, c.scales = kvprim_dtype(0), c.n = 2 * n + 1;
         c.outer = true, c.outer_bits = outers[n / 2], c.inverse = true, c.is_e8m0 = false, c.count = 40, c.rows = 43;
+        run_convert(a, &c);
+    }
+}
+
+/* Scales of heads, linear and swizzled, of rows with heads or without, in pages or not: by the kernels of plain rows,
+   also with so many tiles that a thread takes several, and, of other rows or layers, by the others. */
+static void convert_scale_heads(arena *a)
+{
+    static const unsigned places[] = {0, 4, 7, 8, 11, 12}; /* 8, 11 and 12 have heads */
+    unsigned n = 0;
+    for (const int32_t heads : {1, 2, 4, 8})
+        for (const unsigned place : places)
+            for (unsigned kind = 0; kind < 24; kind++, n++) {
+                if (thin > 30 && n % 7)
+                    continue;
+                const bool store = kind % 2, plain = kind / 2 % 3;
+                const kvprim_dtype small = plain || kind % 4 < 2 ? KVPRIM_F4E2M1 : KVPRIM_INT4,
+                                   other = plain ? kind % 4 < 2 ? KVPRIM_BF16 : KVPRIM_F16 : KVPRIM_F32;
+                convert_case c = convert_case_of(n, store ? small : other, store ? other : small, KVPRIM_SCALE_TILE);
+                c.form = !plain && kind % 4 < 2 ? CONVERT_TRANSFER : store ? CONVERT_STORE : CONVERT_GATHER;
+                c.v = plain && kind / 6 % 2 ? V_CONVERTS : NO_V, c.layers = 2, c.indexed = store ? 1 : 2;
+                c.scale_heads = heads, c.swizzled = kind / 12, c.is_e8m0 = n % 5 == 0;
+                c.scales = c.is_e8m0 ? kvprim_dtype(0) : KVPRIM_F8E4M3, c.tile = plain ? 16 : 10;
+                c.elements = c.tile * heads * (n % 3 ? 8 : 4), c.where = n % 2 ? OWN_MEMORY : BEHIND_PAGE;
+                c.dst = c.src = {0, 0};
+                (store ? c.dst : c.src) = {place, 0};
+                c.count = 4 + n % 40 / 4 * 4;
+                c.rows = c.count + 4;
+                run_convert(a, &c);
+            }
+    for (n = 0; n < 4; n++) {
+        convert_case c = convert_case_of(n, KVPRIM_F4E2M1, KVPRIM_BF16, KVPRIM_SCALE_TILE);
+        c.form = CONVERT_STORE, c.v = n / 2 ? V_CONVERTS : NO_V, c.tile = 16, c.elements = 1024;
+        c.dst = {n % 2 ? 4u : 11u, 0}, c.src = {0, 0}, c.where = OWN_MEMORY;
+        c.is_e8m0 = false, c.scales = KVPRIM_F8E4M3, c.scale_heads = 8, c.swizzled = n % 2 == 0;
+        c.count = (n / 2 ? 20 : 36) * int64_t(kvpc_multiprocessors()), c.rows = c.count + 4;
         run_convert(a, &c);
     }
 }

@@ -490,6 +490,7 @@ constexpr Named formats_by_name[] = {{"fp8", KVPRIM_F8E4M3, false, 0},
                                      {"fp8_e5m2", KVPRIM_F8E5M2, false, 0},
                                      {"int8", KVPRIM_INT8, false, 0},
                                      {"fp4_e2m1", KVPRIM_F4E2M1, false, 0},
+                                     {"fp4_e2m1_swizzled", KVPRIM_F4E2M1, false, 0},
                                      {"int4", KVPRIM_INT4, false, 0},
                                      {"fp8_per_token_head", KVPRIM_F8E4M3, true, 0},
                                      {"int8_per_token_head", KVPRIM_INT8, true, 0},
@@ -559,6 +560,7 @@ kvprim_format format_of(const char *name, const Tensor &tensor, Text dtype)
     format.dtype = named->dtype;
     format.scale_inverse = named->per_token_head;
     format.scale_min = named->per_token_head ? 1e-6f : 0;
+    format.scale_order = dtype == "fp4_e2m1_swizzled" ? KVPRIM_SCALES_SWIZZLED : KVPRIM_SCALES_LINEAR;
     return format;
 }
 
@@ -606,9 +608,11 @@ void set_scale_cache(kvprim_format &format, const Call &call, const char *name, 
     EXPECT(type != end, name, " is ", scales.dtype, ", not float32", few_bits ? ", float8_e4m3fn, float16" : "",
            " or float8_e8m0fnu");
     const Shape shape(name, scales, layout);
-    const int64_t begin = layout == Layout::rows ? 1 : 2, size = scales.itemsize(), tiles = shape.size[shape.dims - 1];
+    const int64_t begin = layout == Layout::rows ? 1 : 2, size = scales.itemsize();
+    const bool in_heads = begin == 2 && shape.dims == 4;
+    const int64_t of_head = shape.size[shape.dims - 1], tiles = of_head * (in_heads ? shape.size[2] : 1);
     const int64_t page_rows = begin == 2 ? table.page_rows : 1;
-    EXPECT(shape.dims == begin + 1 && tiles > 0 && shape.size[0] * page_rows == table.rows &&
+    EXPECT(shape.dims == begin + (in_heads ? 2 : 1) && tiles > 0 && shape.size[0] * page_rows == table.rows &&
                (begin == 1 || shape.size[1] == page_rows),
            name, " has shape ", sizes_of(scales), ", which does not fit its cache's ", table.rows, " rows");
     EXPECT(elements % tiles == 0, name, " has ", tiles, " scales in a row, but its cache ", elements,
@@ -616,8 +620,15 @@ void set_scale_cache(kvprim_format &format, const Call &call, const char *name, 
     format.scale = KVPRIM_SCALE_TILE;
     format.scale_dtype = type->second;
     format.tile = elements / tiles;
-    format.scale_tile_stride = tiles > 1 ? shape.stride[begin] * size : 0;
-    format.scale_stride = shape.size[begin - 1] > 1 ? shape.stride[begin - 1] * size : 0;
+    format.scale_tile_stride = tiles > 1 && !in_heads ? shape.stride[begin] * size : 0;
+    format.scale_stride = shape.size[begin - 1] > 1 && !in_heads ? shape.stride[begin - 1] * size : 0;
+    if (in_heads) {
+        EXPECT((of_head == 1 || shape.stride[3] == 1) && (page_rows == 1 || shape.stride[1] == of_head) &&
+                   (shape.size[2] == 1 || shape.stride[2] == page_rows * of_head),
+               name, " has strides ", strides_of(scales), ", but scales of heads are packed: [pages, heads, page, ",
+               of_head, "] in memory");
+        format.scale_heads = static_cast<int32_t>(shape.size[2]);
+    }
     format.scale_page_stride = begin == 2 && shape.size[0] > 1 ? shape.stride[0] * size : 0;
     char *const at = static_cast<char *>(scales.data), *const cache = static_cast<char *>(table.data);
     if (at < cache || at >= cache + table.bytes) {
@@ -804,6 +815,8 @@ struct StoreSide {
         if (!converts(name, *rows, from, cache_name, *cache, to, asked))
             return;
         formats[0] = format_of(name, *rows, "auto"), formats[1] = format_of(cache_name, *cache, cache_dtype);
+        if (*name == 'k')
+            formats[1].scale_order = KVPRIM_SCALES_LINEAR;
         EXPECT(!scale || !scale_cache || to.bits == 4, scale_name, " and ", scale_cache_name, " are both given");
         EXPECT(scale_cache || !formats[1].scale_min, cache_dtype, " needs ", scale_cache_name);
         formats[1].scale_inverse |= how.inverse, formats[1].scale_power_of_two = how.power_of_two;

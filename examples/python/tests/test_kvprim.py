@@ -464,6 +464,7 @@ def four_bits(device):
                                  tensor_scale=whole, dtype=k.dtype)
             back = wholes(cached[0][cells].view(stored.shape), "fp4_e2m1", column, k.dtype).view(got.shape)
             assert torch.equal(bits(got)[clean], bits(back)[clean]), (layout, dtype, "back")
+    heads_of_scales(device, k, v, slot)
     layers, small = caches(device, "HND", 3), [torch.zeros((PAGES, HEADS, PAGE, DIM // 2), dtype=torch.uint8,
                                                            device=device) for _ in range(3)]
     ops.transfer(small, layers, None, None, "HND", "HND", dst_dtype="int4", dst_scale=one)
@@ -484,6 +485,42 @@ def four_bits(device):
             "HND", k_scale_cache=scales_like(device, "HND", HEADS, torch.int8), **fp4)
     refused("k_scale_cache is float16|not float32 or", ops.store, k, None, layers[0].to(torch.float8_e4m3fn), None,
             slot, "HND", k_scale_cache=scales.half())
+
+
+def heads_of_scales(device, k, v, slot):
+    """Scales that lie in heads, linear for K and swizzled for V, hold those that lie in rows."""
+    keep, tiles = slot >= 0, DIM // 16
+    one, fp4 = torch.full((), 0.02, device=device), {"nans": counter(device)}
+    page, offset = slot[keep].long() // PAGE, slot[keep].long() % PAGE
+    head, s = torch.arange(HEADS, device=device)[:, None], torch.arange(tiles, device=device)
+    at = offset[:, None, None] // 4 * 4 + s // (tiles // 4)
+    scale = s % (tiles // 4) * 4 + offset[:, None, None] % 4
+    for layout in ("NHD", "HND"):
+        cached = [torch.zeros((*c.shape[:-1], DIM // 2), dtype=torch.uint8, device=device)
+                  for c in caches(device, layout) * 2]
+        linear = torch.zeros((PAGES, PAGE, HEADS * tiles), dtype=torch.float8_e4m3fn, device=device)
+        order = (0, 1, 2, 3) if layout == "HND" else (0, 2, 1, 3)
+        scales = [torch.zeros((PAGES, HEADS, PAGE, tiles), dtype=torch.float8_e4m3fn, device=device) for _ in "kv"]
+        views = [x.permute(order) for x in scales]
+        for rows, cache, stored, swizzled in ((k, 0, scales[0], False), (v, 1, scales[1], True)):
+            flat = torch.zeros((PAGES, PAGE, HEADS, DIM // 2), dtype=torch.uint8, device=device)
+            ops.store(rows, None, flat, None, slot, "NHD", cache_dtype="fp4_e2m1", k_scale_cache=linear, k_scale=one)
+            if cache == 0:
+                ops.store(k, v, *cached[:2], slot, layout, cache_dtype="fp4_e2m1_swizzled", k_scale_cache=views[0],
+                          v_scale_cache=views[1], k_scale=one, v_scale=one, **fp4)
+            want = linear.view(PAGES * PAGE, HEADS, tiles)[slot[keep].long()].view(torch.uint8)
+            place_of = (page[:, None, None], head, at, scale) if swizzled else (
+                page[:, None, None], head, offset[:, None, None], s)
+            assert torch.equal(stored.view(torch.uint8)[place_of], want), (layout, swizzled, "scales of heads")
+            got = ops.gather_new(cached[cache], slot, layout, scale=views[cache], tensor_scale=one, dtype=k.dtype,
+                                 cache_dtype="fp4_e2m1_swizzled" if swizzled else "fp4_e2m1")
+            back = ops.gather_new(flat, slot, "NHD", scale=linear, tensor_scale=one, dtype=k.dtype,
+                                  cache_dtype="fp4_e2m1")
+            assert torch.equal(bits(got), bits(back)), (layout, swizzled, "back")
+    refused("but scales of heads are packed", ops.gather, k, flat, slot, "NHD", cache_dtype="fp4_e2m1",
+            scale=linear.view(PAGES, PAGE, HEADS, tiles))
+    refused("scale_order is 1, but scale_heads is 0", ops.gather, k, cached[0], slot, "HND", scale=one,
+            cache_dtype="fp4_e2m1_swizzled")
 
 
 def fetches(device):
