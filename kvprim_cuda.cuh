@@ -1473,14 +1473,14 @@ KVPRIM_DEVICE kvpc_factor kvpc_over(float scale)
     return f;
 }
 
-/* Divides n numbers of 11 bits by a scale that is usual: see kvpc_is_unusual. */
+/* Divides n numbers of 11 bits by a scale that is usual (see kvpc_is_unusual), or multiplies n finite ones. */
 template <uint32_t n> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
 {
     for (uint32_t k = 0; k < n; k++)
 #ifdef __CUDA_ARCH__
         x[k] = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
 #else
-        x[k] = kvpi_quotient(x[k], f.scale);
+        x[k] = f.divides ? kvpi_quotient(x[k], f.scale) : kvpi_product(x[k], f.high);
 #endif
 }
 
@@ -1610,11 +1610,11 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_four_bits(const 
             const uint32_t low = kvpi_bits_of(kvpc_fma(a, 2, 8388608)), middle = kvpi_bits_of(kvpc_fma(a, 1, 8388610)),
                            high = kvpi_bits_of(kvpc_fma(a, 0.5f, 8388612)), least = low < middle ? low : middle;
             word += ((least < high ? least : high) - 0x4b000000) << 4 * k;
-            signs |= kvpi_bits_of(x[k]) >> (28 - 4 * k) & 8u << 4 * k;
+            signs = __funnelshift_l(kvpi_bits_of(x[7 - k]), signs, 4); /* the highest bit of each 4 */
         } else
 #endif
             word |= (type == KVPRIM_F4E2M1 ? kvpi_to_e2m1(x[k]) : kvpi_to_int4(x[k])) << 4 * k;
-    return word | signs;
+    return word | (signs & 0x88888888);
 }
 
 /* The reverse, rounded to the nearest and saturated as >>format says; E2M1 without NaN. */
@@ -1830,6 +1830,8 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
     float limits[3];             /* the smallest scale, the type's largest value, and that one's reciprocal */
     uint32_t edges, scale_edges; /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     uint32_t edge_lanes;         /* a mask: the threads of a row that do so; `edges` are then those of a head */
+    /* of 4 bits: tiles of a row that a thread takes part in; from one to the next: tiles, heads, bytes of both sides */
+    uint32_t rounds, round_tiles, round_heads, round_src, round_dst;
 } kvpc_convert_tiles;
 
 typedef struct kvpc_convert_packed : kvpc_convert_tiles {
@@ -1837,8 +1839,6 @@ typedef struct kvpc_convert_packed : kvpc_convert_tiles {
     /* With scale_heads: octets of a head; what each head, and each four rows that are swizzled, add in either route. */
     kvpc_divisor32 scale_heads;
     uint32_t scale_head[2], scale_rows[2];
-    /* tiles of a row that a thread takes part in; from one to the next: tiles, heads, bytes of both sides */
-    uint32_t rounds, round_tiles, round_heads, round_src, round_dst;
 } kvpc_convert_packed;
 
 /* The parameters by what is converted. */
@@ -1860,7 +1860,7 @@ KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert_packed &p, uint32_t rou
     return p.tensor[route];
 }
 
-/* Where a scale lies that is at `at` but for its head and its group of rows. */
+/* Where a scale lies that is at `at` without what its head and its group of rows add. */
 KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert &, uint32_t, uint64_t at, uint32_t, uint32_t)
 {
     return at;
@@ -1875,21 +1875,15 @@ KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert_packed &p, uint32_t r
                        p.scale_rows[route]);
 }
 
-/* To the thread's next tile; returns whether there is one. */
-KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert &, uint32_t, uint32_t, uint64_t *, uint64_t *, uint64_t *)
+/* What a head adds to where its scales lie. */
+KVPRIM_DEVICE uint32_t kvpc_scale_head_of(const kvpc_convert &, uint32_t)
 {
-    return false;
+    return 0;
 }
 
-KVPRIM_DEVICE bool kvpc_next_tile(const kvpc_convert_packed &p, uint32_t route, uint32_t round, uint64_t *src,
-                                  uint64_t *dst, uint64_t *scale_at)
+KVPRIM_DEVICE uint32_t kvpc_scale_head_of(const kvpc_convert_packed &p, uint32_t route)
 {
-    const kvpc_route &s = p.route[route];
-    if (round == p.rounds)
-        return false;
-    *src += p.round_src, *dst = kvpc_row_at(*dst + p.round_dst, p.round_heads, s.head);
-    *scale_at = kvpc_row_at(kvpc_row_at(*scale_at, p.round_tiles, s.tile), p.round_heads, p.scale_head[route]);
-    return true;
+    return p.scale_head[route];
 }
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
@@ -1954,7 +1948,7 @@ KVPRIM_DEVICE void kvpc_scale_octets(uint32_t how, kvpc_octet *x, const float *s
             kvpc_apply_reciprocal<8>(x[m].e, kvpc_over(scale[own_scale ? m : 0]));
 }
 
-/* Adds the words of elements, so that the sum is NaN if one is. */
+/* Adds the words of elements, so that the sum is infinite or NaN if one is. */
 template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_add_words(uint32_t sum, const uint32_t *w)
 {
     for (uint32_t k = 0; k < 4; k++)
@@ -1975,19 +1969,13 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
                                      const float *scale, const bool *stores)
 {
     kvpc_octet x[octets];
-    uint32_t out[octets][2], words = 0;
+    uint32_t out[octets][2];
     for (uint32_t m = 0; m < octets; m++) {
         const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
         kvpc_decode<from, 8>(x[m].e, in);
-        if (kind == kvpc_4_bits)
-            words = kvpc_add_words<from>(words, in);
     }
     kvpc_scale_octets<octets, own_scale>(how, x, scale);
-    float sum[2] = {0, 0};
-    if (kind == kvpc_4_bits)
-        kvpc_decode_word<from>(sum, words);
-    if (kind == kvpc_4_bits ? kvpi_is_nan(sum[0] + sum[1]) || kvpc_is_unusual(scale[0])
-                            : kind == kvpc_int8 && nans_at) {
+    if (kind == kvpc_int8 && nans_at) {
         uint32_t nans = 0;
         for (uint32_t m = 0; m < octets; m++)
             if (stores[m])
@@ -1995,10 +1983,7 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
         if (nans && nans_at)
             atomicAdd(nans_at, nans);
     }
-    if (kind == kvpc_4_bits)
-        for (uint32_t m = 0; m < octets; m++)
-            kvpc_encode<KVPRIM_F4E2M1, 8>(out[m], x[m].e);
-    else if (kind == kvpc_int8)
+    if (kind == kvpc_int8)
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_INT8, 8>(out[m], x[m].e);
     else if (octets == 1 && !own_scale) { /* few tiles: both, and a selection, which is faster than a branch */
@@ -2013,11 +1998,49 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
     else
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], x[m].e);
-    if (kind == kvpc_4_bits) /* two octets follow each other */
-        out[0][1] = out[octets - 1][0];
-    for (uint32_t m = 0; m < (kind == kvpc_4_bits ? 1 : octets); m++)
+    for (uint32_t m = 0; m < octets; m++)
         if (stores[m])
             kvpc_store_octet(how, dst[m], uint2{out[m][0], out[m][1]});
+}
+
+/* Scales an octet and rounds it to E2M1. rare: the scale may be unusual, or an element infinite or NaN. */
+template <kvprim_dtype from>
+KVPRIM_DEVICE uint32_t kvpc_pack_octet(uint4 v, const kvpc_factor &f, bool rare, uint32_t *nans)
+{
+    const uint32_t in[4] = {v.x, v.y, v.z, v.w};
+    kvpc_octet x;
+    kvpc_decode<from, 8>(x.e, in);
+    if (!rare)
+        kvpc_apply_reciprocal<8>(x.e, f);
+    else if (f.divides)
+        x = kvpc_divide_by_any(x, f.scale);
+    else
+        kvpc_apply<8>(x.e, f);
+    if (rare)
+        *nans += kvpc_clear_nans<8>(x.e);
+    return kvpc_encode_word<KVPRIM_F4E2M1>(x.e);
+}
+
+/* The two octets of a thread, one after the other, which takes few registers. */
+template <kvprim_dtype from>
+KVPRIM_DEVICE uint2 kvpc_pack_octets(uint32_t how, uint32_t *nans_at, const uint4 *v, float scale, bool stores)
+{
+    const kvpc_factor f = how & kvpc_divides ? kvpc_over(scale) : kvpc_times(kvpc_reciprocal(scale));
+    const uint32_t a[4] = {v[0].x, v[0].y, v[0].z, v[0].w}, b[4] = {v[1].x, v[1].y, v[1].z, v[1].w};
+    float sum[2] = {0, 0};
+    uint32_t nans = 0;
+    uint2 out = {0, 0};
+    kvpc_decode_word<from>(sum, kvpc_add_words<from>(kvpc_add_words<from>(0, a), b));
+    if (!KVPRIM_UNLIKELY((~kvpi_bits_of(sum[0] + sum[1]) & 0x7f800000) == 0 || kvpc_is_unusual(scale)))
+        return uint2{kvpc_pack_octet<from>(v[0], f, false, &nans), kvpc_pack_octet<from>(v[1], f, false, &nans)};
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
+    for (uint32_t m = 0; m < 2; m++)
+        out.x = out.y, out.y = kvpc_pack_octet<from>(m ? v[1] : v[0], f, true, &nans);
+    if (nans && nans_at && stores)
+        atomicAdd(nans_at, nans);
+    return out;
 }
 
 /* >>impl_convert_kernels ------------------------------------------------------------------------------------------- */
@@ -2202,12 +2225,17 @@ KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const float *limits, u
     uint64_t to[loads];
     bool stores[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        to[k] = dst + (kind == kvpc_4_bits ? 4 : 8) * k * apart;
+        to[k] = dst + 8 * k * apart;
         stores[k] = has[k] && inside;
     }
     if (loads == 1 && inside && begins)
         kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
-    kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
+    if (kind == kvpc_4_bits) { /* two octets follow each other */
+        const uint2 out = kvpc_pack_octets<from>(how, p.nans, v, scale, inside);
+        if (inside)
+            kvpc_store_octet(how, dst, out);
+    } else
+        kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
     if (inside && begins && kind == kvpc_4_bits)
         kvpc_store_any_scale(scale_at, computed.code, scales);
     else if (loads > 1 && inside && begins)
@@ -2256,10 +2284,10 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t apart = kind == kvpc_4_bits ? 1 : lanes; /* two octets of 4 bits make one store */
     const kvpc_route &s = p.route[second];
     const uint64_t index_at = kvpc_index_at(p, any ? i : 0);
-    uint64_t src = few ? kvpc_row_at(p.src[0] + 16 * first + second * p.src[1], any ? i : 0,
-                                     p.src_stride[0] + second * p.src_stride[1])
-                       : kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
-                                     second ? p.src_stride[1] : p.src_stride[0]);
+    const uint64_t src = few ? kvpc_row_at(p.src[0] + 16 * first + second * p.src[1], any ? i : 0,
+                                           p.src_stride[0] + second * p.src_stride[1])
+                             : kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
+                                           second ? p.src_stride[1] : p.src_stride[0]);
     kvpc_settle(index_at), kvpc_settle(src);
     if (late && dependence == kvpc_trigger_first)
         kvpc_pdl_trigger();
@@ -2268,7 +2296,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (dependence == kvpc_trigger_late)
         kvpc_pdl_trigger();
     kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
-    uint4 v[loads];
+    uint4 v[loads], next[loads];
     bool has[loads];
     for (uint32_t k = 0; k < loads; k++) { /* without a condition, which would keep the first load waiting */
         has[k] = any && (exact || in_tile + k * lanes < p.tile_octets);
@@ -2310,12 +2338,19 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
             if (p.scale_edges)
                 kvpc_fetch_edges(scale_at, p.scale_edges);
         }
+        const bool more = round < (kind == kvpc_4_bits ? p.rounds : 1);
+        for (uint32_t k = 0; k < loads; k++) /* on their way while this tile is converted */
+            if (more)
+                next[k] = kvpc_load16(src + round * p.round_src + 16 * k);
         kvpc_store_tile<from, kind, loads>(p, few ? of_route : p.limits, flags, v, most, outer, dst, apart, has,
                                            scale_at, x.inside, in_tile == 0);
-        if (!kvpc_next_tile(p, second, round, &src, &dst, &scale_at))
+        if (!more)
             break;
         for (uint32_t k = 0; k < loads; k++)
-            v[k] = kvpc_load16(src + 16 * k);
+            v[k] = next[k];
+        dst = kvpc_row_at(dst + p.round_dst, p.round_heads, s.head);
+        scale_at =
+            kvpc_row_at(kvpc_row_at(scale_at, p.round_tiles, s.tile), p.round_heads, kvpc_scale_head_of(p, second));
     }
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p, x);
@@ -3517,10 +3552,8 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
 static void kvpc_set_tile_format(kvpc_convert_packed *p, const kvprim_format &f, bool few)
 {
     const bool packed = f.dtype == KVPRIM_F4E2M1;
-    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* multiplying by its reciprocal is the same, except if ... */
+    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* of 8 bits: multiplying by its reciprocal is the same */
         p->how |= kvpc_power_of_two | (packed ? 0 : kvpc_divides);
-    if (p->how & kvpc_e8m0 && packed && !f.tensor_scale) /* ... another type or a tensor's scale changes it */
-        p->how &= ~(uint32_t)kvpc_divides;
     p->limits[0] = f.scale_min;
     p->limits[1] = kvpi_largest(f.dtype);
     p->limits[2] = 1.0f / p->limits[1];
