@@ -60,6 +60,7 @@ import array
 import ctypes
 import os
 import pickle
+import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
@@ -305,20 +306,33 @@ def _integers(name, values):
     """Address, count and bytes of an element of an array, or of a list as an array, and what keeps the memory."""
     if hasattr(values, "__array_interface__"):  # numpy's
         about = values.__array_interface__
-        if len(about["shape"]) != 1 or about["strides"] is not None or about["typestr"][1:] not in ("i4", "i8"):
+        native = "<" if sys.byteorder == "little" else ">"
+        if len(about["shape"]) != 1 or about["strides"] is not None or about["typestr"] not in (
+                native + "i4", native + "i8"):
             raise RuntimeError(f"{name} is {about['typestr']} of shape {about['shape']}, not packed int32 or int64")
         return about["data"][0], about["shape"][0], int(about["typestr"][2:]), values
     if not isinstance(values, array.array):
-        values = array.array("q", values)
+        try:
+            values = array.array("q", values if isinstance(values, (list, tuple)) else list(values))
+        except (TypeError, OverflowError) as error:
+            raise RuntimeError(f"{name} is {values!r:.80}: {error}") from None
     elif values.typecode not in "ilq":
         raise RuntimeError(f"{name} is an array of '{values.typecode}', not of int32 or int64")
     return *values.buffer_info(), values.itemsize, values
 
 
+def _bytes(name, value):
+    try:
+        return bytes(memoryview(value))
+    except TypeError:
+        raise RuntimeError(f"{name} is {value!r:.80}, not bytes") from None
+
+
 def prefix(a, b):
     """How many leading elements of a and b are equal: two tensors of the CPU, contiguous and of one dtype, int32 or
     int64; or two lists or arrays (of `array` or numpy)."""
-    if torch is None and _eager is not None and isinstance(a, tvm_ffi.Tensor) and isinstance(b, tvm_ffi.Tensor):
+    if (torch is None and not isinstance(_eager, _Missing) and isinstance(a, tvm_ffi.Tensor)
+            and isinstance(b, tvm_ffi.Tensor)):
         return _eager.prefix(a, b)
     if torch is not None and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         matched = _eager.prefix(a, b)
@@ -382,10 +396,13 @@ def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, pa
         address, count, size, _ = tokens.data_ptr(), tokens.numel(), tokens.element_size(), tokens
     else:
         address, count, size, _ = kept = _integers("tokens", tokens)
-    pieces = []
+    if not 0 <= seed < 1 << 64:
+        raise RuntimeError(f"seed is {seed}, not 0 to 2^64 - 1")
+    parent, pieces = parent and _bytes("parent", parent), []
     for place, data in sorted((extra or {}).items()):
         if isinstance(data, tuple):  # what pickle makes of it inside (parent, tokens, extra)
             data = pickle.dumps((bytes(32), (0,), data), 5)[50:-3]
+        data = _bytes(f"extra[{place}]", data)
         pieces.append(_KeyExtra(*(place if isinstance(place, tuple) else (place, 0)), data, len(data)))
     desc = _KeysDesc(address, 1 if size == 4 else 2, KEY_RULES.index(rule) + 1, count, block, parent or None,
                      len(parent or b""), (_KeyExtra * max(len(pieces), 1))(*pieces), len(pieces), None, 0, seed,
@@ -502,16 +519,28 @@ class _Operators:
             torch.library.register_fake("kvprim::" + name, _fake_of(getattr(self, name)), lib=self.definitions)
 
 
+class _Missing:
+    """In place of the operators, if there are none."""
+
+    def __init__(self, why):
+        self.why = why
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # what inspect asks for
+            raise AttributeError(name)
+        raise RuntimeError(f"kvprim.{name} needs torch or TVM-FFI: {self.why}")
+
+
 try:
     import torch
 except ImportError:  # then without slots_new, gather_new and lists for tensors, and on TVM-FFI's tensors
-    torch = _eager = None
+    torch = None
     _compiling = bool
     try:
         import tvm_ffi
         _eager = tvm_ffi.load_module(ffi_library())
-    except (ImportError, OSError, RuntimeError):  # then only prefix() and keys() of lists, include(), library
-        pass
+    except (ImportError, OSError, RuntimeError) as error:  # then only prefix(), keys() of lists, include(), library
+        _eager = _Missing(error)
 else:
     from . import _eager
     _compiling, ops = torch.compiler.is_dynamo_compiling, _Operators()  # other tracers have a dispatch mode
