@@ -74,6 +74,9 @@ ARGS ?=
 FUZZ_SECONDS ?=
 DEVICE ?=
 
+ifneq ($(and $(findstring command,$(origin CUDA_HOME)),$(CUDA_HOME)),)
+$(if $(wildcard $(CUDA_HOME)/bin/nvcc),,$(error CUDA_HOME=$(CUDA_HOME): no bin/nvcc there (make takes no spaces)))
+endif
 # Searched for only if a target uses them.
 NVCC ?= $(or $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc))),$(call first,nvcc),$(firstword $(wildcard \
     /usr/local/cuda/bin/nvcc /opt/cuda/bin/nvcc /usr/lib/nvidia-cuda-toolkit/bin/nvcc)))
@@ -395,6 +398,7 @@ lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so $$(if $$(and $$(NVCC),$$(NCCL_
     build/libkvprim_nccl.so)
 	@ln -sf $(<F) build/libkvprim.so
 	@echo 'build/libkvprim.so: $(if $(NVCC),for CPU and GPU$(and $(NO_GPU),:$(NO_GPU)),host functions alone: no nvcc)'
+	@$(if $(NVCC),$(if $(NCCL_HERE),:,echo 'skip libkvprim_nccl.so: no nccl.h or no libnccl.so.2 (NCCL_HOME)'),:)
 
 # nvcc splits its host compiler's options at commas. The defaults of CFLAGS are for C programs only.
 comma = ,
@@ -413,7 +417,7 @@ build/libkvprim_host.so: kvprim.h build/flags
 	$(COMPILE_C) -shared -fPIC -DKVPRIM_IMPLEMENTATION -DKVPRIM_EXPORT -x c kvprim.h -o $@
 
 # Changes when a compiler or its flags change, so that everything is built again.
-FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(NVCC) $(CUDA_ARCH)
+FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(NVCC) $(CUDA_ARCH) $(LDFLAGS)
 build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@

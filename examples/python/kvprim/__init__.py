@@ -67,7 +67,8 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 _BUILT = next((folder for folder in (_HERE, os.path.join(_ROOT, "build/python/kvprim"))
                if os.path.exists(os.path.join(folder, "libkvprim.so"))), None)
 if _BUILT is None:
-    raise ImportError(f"kvprim is not built: `make wheel`, or python {os.path.dirname(_HERE)}/build_backend.py")
+    _sources = os.path.dirname(_HERE)
+    raise ImportError(f"kvprim is not built: pip install {_sources}, or python3 {_sources}/build_backend.py")
 __path__.append(_BUILT)
 library = ctypes.CDLL(os.path.join(_BUILT, "libkvprim.so"))  # the functions of kvprim.h and kvprim_cuda.cuh
 library.kvprim_version.restype = ctypes.c_uint32
