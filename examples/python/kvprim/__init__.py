@@ -151,7 +151,7 @@ def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dty
         row = (*src.shape[1:2], *src.shape[3:]) if layout == "HND" else src.shape[1 if layout == "rows" else 2:]
     if cache_dtype in ("fp4_e2m1", "int4"):
         row = (*row[:-1], 2 * row[-1])
-    out = src.new_empty((index.shape[0], *row), dtype=dtype)
+    out = src.new_empty((index.numel(), *row), dtype=dtype)
     gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base, pdl=pdl,
            tensor_scale=tensor_scale)
     return out
@@ -447,6 +447,8 @@ def layout(name, cache, page_rows, heads, k_dim, v_dim=None, layers=1):
     views [pages, heads, page_rows, dim], which operators take as "HND". v_dim: None is k_dim; 0: without V, v is None.
     Caches of quantised rows (fp8_ds_mla, ...) need no layout: cache_dtype says all of it."""
     v_dim = k_dim if v_dim is None else v_dim
+    if layers < 1:
+        raise RuntimeError(f"layers is {layers}, less than 1")
     if not cache.is_contiguous():
         raise RuntimeError(f"cache has shape {tuple(cache.shape)} and strides {cache.stride()}, not contiguous")
     page, size = layers * page_rows * heads * (k_dim + v_dim), cache.element_size()

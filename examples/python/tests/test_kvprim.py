@@ -584,7 +584,8 @@ def layouts_by_name(device):
     refused("cache has 4600 elements|multiple of 768", ops.layout, "LBNHC", cache[:4600], 8, 4, 16, 8)
     refused("cache has 100 elements|multiple of 768", ops.layout, "LBNHC", cache[:100], 8, 4, 16, 8)
     refused("cache has shape (2304,) and strides (2,)", ops.layout, "LBNHC", cache[::2], 8, 4, 16, 8)
-    refused("layers is -1", ops.layout, "LBNHC", cache, 8, 4, 16, 8, -1)
+    for layers in (-1, 0):
+        refused(f"layers is {layers}", ops.layout, "LBNHC", cache, 8, 4, 16, 8, layers)
     refused("page_rows is 0", ops.layout, "LBNHC", cache, 0, 4, 16, 8)
     refused("fp8_ds_mla' has its own", ops.layout, "fp8_ds_mla", cache, 8, 4, 16, 8)
 
@@ -718,6 +719,8 @@ def refusals(device):
     refused("layout|nhd", ops.gather_new, cache, index, "nhd")
     refused("index is float32", ops.gather_new, cache, index.float(), "NHD")
     refused("index|2 dimensions", ops.gather_new, cache, index.view(2, 5), "NHD")
+    refused("index has 0 dimensions", ops.gather_new, cache, index[0], "NHD")
+    refused("argument 3 is None", ops.gather, rows, cache, None, "NHD")
     refused("index|expanded", ops.gather_new, cache, index[:1].expand(10), "NHD")
     refused("out is int64|no element type", ops.gather, rows.long(), cache, index, "NHD")
     refused("a row of out|128 elements|256", ops.gather, rows[:, :2].float(), cache, index, "NHD")
