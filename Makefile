@@ -16,15 +16,19 @@
 #     make BUILD=/tmp/kvprim test        builds in that folder, not in build/: this one may be read-only. Links to the
 #                                        sources are made there. `make results` and `make plots` write to the sources.
 
+# Quotes a name for the shell, whatever it holds.
+quoted = '$(subst ','\'',$(1))'
+
 ifneq ($(if $(findstring command,$(origin BUILD)),$(BUILD)),)
 
 LINKS = Makefile README.md kvprim.h kvprim_cuda.cuh kvprim_nccl.h .ci .clang-format examples tests
 $(or $(firstword $(MAKECMDGOALS)),help): FORCE
 	$(if $(filter clean,$(MAKECMDGOALS)),$(error make clean removes only build/: remove $(BUILD) yourself))
-	@mkdir -p '$(BUILD)' && cd '$(BUILD)' && { [ -L build ] || ln -s . build; } && for name in $(LINKS); do \
-	    [ $$name -ef '$(CURDIR)'/$$name ] || { [ ! -e $$name ] && ln -s '$(CURDIR)'/$$name .; } || \
-	    { echo "BUILD=$(BUILD): $$name is in the way"; exit 1; }; done
-	@$(MAKE) --no-print-directory -C '$(BUILD)' BUILD= FROM='$(CURDIR)' $(MAKECMDGOALS)
+	@mkdir -p $(call quoted,$(BUILD)) && cd $(call quoted,$(BUILD)) && { [ -L build ] || ln -s . build; } && \
+	    from=$(call quoted,$(CURDIR)) && for name in $(LINKS); do \
+	    [ $$name -ef "$$from/$$name" ] || { [ ! -e $$name ] && ln -s "$$from/$$name" .; } || \
+	    { echo BUILD=$(call quoted,$(BUILD)): $$name is in the way; exit 1; }; done
+	@$(MAKE) --no-print-directory -C $(call quoted,$(BUILD)) BUILD= FROM=$(call quoted,$(CURDIR)) $(MAKECMDGOALS)
 $(wordlist 2,99,$(MAKECMDGOALS)): $(firstword $(MAKECMDGOALS))
 	@:
 FORCE:
@@ -64,8 +68,6 @@ NO_GPU = $(if $(filter-out $(CUDA_ARCH),$(BUILT_FOR)), for $(BUILT_FOR) (no GPU 
 COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) \
     -std=c++17 -O3 $(ARCHITECTURES) -lineinfo $(CPPFLAGS) -I.
 
-# Quotes a name for the shell, whatever it holds.
-quoted = '$(subst ','\'',$(1))'
 # A program as it is run where make was called, where a relative TRACE begins.
 called = $(if $(findstring command,$(origin FROM)),cd $(call quoted,$(FROM)) && $(call quoted,$(CURDIR)/$(1)),$(1))
 

@@ -403,11 +403,11 @@ runs_quoted()
 # builds_elsewhere: in a folder that BUILD= names, with a trace that is found from here.
 builds_elsewhere()
 {
-    rm -rf "$build/else where" && MAKEFLAGS= make -s BUILD="$PWD/$build/else where" CFLAGS=-O0 DEVICE=cpu \
+    rm -rf "$build/it's else where" && MAKEFLAGS= make -s BUILD="$PWD/$build/it's else where" CFLAGS=-O0 DEVICE=cpu \
         ARGS='--requests 2' run build/01_rows build/18_step build/21_keys | grep 'requests  *2 ' &&
-        "$build/else where/01_rows" && "$build/else where/18_step" && "$build/else where/21_keys" &&
-        ! MAKEFLAGS= make -s BUILD="$build/else where" CFLAGS=-O0 LDFLAGS=--no-such build/01_rows &&
-        ! MAKEFLAGS= make BUILD="$build/else where" clean && [ -x "$build/else where/02_kv_replay" ]
+        "$build/it's else where/01_rows" && "$build/it's else where/18_step" && "$build/it's else where/21_keys" &&
+        ! MAKEFLAGS= make -s BUILD="$build/it's else where" CFLAGS=-O0 LDFLAGS=--no-such build/01_rows &&
+        ! MAKEFLAGS= make BUILD="$build/it's else where" clean && [ -x "$build/it's else where/02_kv_replay" ]
 }
 
 # named_architectures: without a GPU `make lib` and `make examples` name what they build for, as far as nvcc knows it.
