@@ -16,15 +16,19 @@
 #     make BUILD=/tmp/kvprim test        builds in that folder, not in build/: this one may be read-only. Links to the
 #                                        sources are made there. `make results` and `make plots` write to the sources.
 
+# Quotes a name for the shell, whatever it holds.
+quoted = '$(subst ','\'',$(1))'
+
 ifneq ($(if $(findstring command,$(origin BUILD)),$(BUILD)),)
 
 LINKS = Makefile README.md kvprim.h kvprim_cuda.cuh kvprim_nccl.h .ci .clang-format examples tests
 $(or $(firstword $(MAKECMDGOALS)),help): FORCE
 	$(if $(filter clean,$(MAKECMDGOALS)),$(error make clean removes only build/: remove $(BUILD) yourself))
-	@mkdir -p '$(BUILD)' && cd '$(BUILD)' && { [ -L build ] || ln -s . build; } && for name in $(LINKS); do \
-	    [ $$name -ef '$(CURDIR)'/$$name ] || { [ ! -e $$name ] && ln -s '$(CURDIR)'/$$name .; } || \
-	    { echo "BUILD=$(BUILD): $$name is in the way"; exit 1; }; done
-	@$(MAKE) --no-print-directory -C '$(BUILD)' BUILD= FROM='$(CURDIR)' $(MAKECMDGOALS)
+	@mkdir -p $(call quoted,$(BUILD)) && cd $(call quoted,$(BUILD)) && { [ -L build ] || ln -s . build; } && \
+	    from=$(call quoted,$(CURDIR)) && for name in $(LINKS); do \
+	    [ $$name -ef "$$from/$$name" ] || { [ ! -e $$name ] && ln -s "$$from/$$name" .; } || \
+	    { echo BUILD=$(call quoted,$(BUILD)): $$name is in the way; exit 1; }; done
+	@$(MAKE) --no-print-directory -C $(call quoted,$(BUILD)) BUILD= FROM=$(call quoted,$(CURDIR)) $(MAKECMDGOALS)
 $(wordlist 2,99,$(MAKECMDGOALS)): $(firstword $(MAKECMDGOALS))
 	@:
 FORCE:
@@ -64,8 +68,6 @@ NO_GPU = $(if $(filter-out $(CUDA_ARCH),$(BUILT_FOR)), for $(BUILT_FOR) (no GPU 
 COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) \
     -std=c++17 -O3 $(ARCHITECTURES) -lineinfo $(CPPFLAGS) -I.
 
-# Quotes a name for the shell, whatever it holds.
-quoted = '$(subst ','\'',$(1))'
 # A program as it is run where make was called, where a relative TRACE begins.
 called = $(if $(findstring command,$(origin FROM)),cd $(call quoted,$(FROM)) && $(call quoted,$(CURDIR)/$(1)),$(1))
 
@@ -74,6 +76,9 @@ ARGS ?=
 FUZZ_SECONDS ?=
 DEVICE ?=
 
+ifneq ($(and $(findstring command,$(origin CUDA_HOME)),$(CUDA_HOME)),)
+$(if $(wildcard $(CUDA_HOME)/bin/nvcc),,$(error CUDA_HOME=$(CUDA_HOME): no bin/nvcc there (make takes no spaces)))
+endif
 # Searched for only if a target uses them.
 NVCC ?= $(or $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc))),$(call first,nvcc),$(firstword $(wildcard \
     /usr/local/cuda/bin/nvcc /opt/cuda/bin/nvcc /usr/lib/nvidia-cuda-toolkit/bin/nvcc)))
@@ -395,6 +400,7 @@ lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so $$(if $$(and $$(NVCC),$$(NCCL_
     build/libkvprim_nccl.so)
 	@ln -sf $(<F) build/libkvprim.so
 	@echo 'build/libkvprim.so: $(if $(NVCC),for CPU and GPU$(and $(NO_GPU),:$(NO_GPU)),host functions alone: no nvcc)'
+	@$(if $(NVCC),$(if $(NCCL_HERE),:,echo 'skip libkvprim_nccl.so: no nccl.h or no libnccl.so.2 (NCCL_HOME)'),:)
 
 # nvcc splits its host compiler's options at commas. The defaults of CFLAGS are for C programs only.
 comma = ,
@@ -413,7 +419,7 @@ build/libkvprim_host.so: kvprim.h build/flags
 	$(COMPILE_C) -shared -fPIC -DKVPRIM_IMPLEMENTATION -DKVPRIM_EXPORT -x c kvprim.h -o $@
 
 # Changes when a compiler or its flags change, so that everything is built again.
-FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(NVCC) $(CUDA_ARCH)
+FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(NVCC) $(CUDA_ARCH) $(LDFLAGS)
 build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@

@@ -151,7 +151,7 @@ def ns(event, what):
         us = decimal.Decimal(event[what])
     except (KeyError, TypeError, ValueError, decimal.InvalidOperation):
         us = decimal.Decimal(-1)
-    if isinstance(event.get(what), bool) or not 0 <= us < 9 * 10**15:
+    if isinstance(event.get(what), bool) or us.is_nan() or not 0 <= us < 9 * 10**15:
         raise Fault(f'{what} is {event.get(what)!r}, expected microseconds from 0 to 9e15')
     return int(us * 1000 + decimal.Decimal('0.5'))
 
@@ -178,6 +178,7 @@ class Trace:
 
     def kind(self, category):
         """Returns the kind of events of this category or table; None: they are not read."""
+        category = str(category or '')
         kind = KINDS.get(category, RANGE if self.as_range and category == self.as_range else None)
         if kind is None and category and category not in self.others:
             self.others.append(category)
@@ -191,7 +192,7 @@ class Trace:
     def take_event(self, e):
         """Takes an event of Chrome's JSON."""
         self.seen += 1
-        phase, row = e.get('ph'), (e.get('pid'), e.get('tid'))
+        phase, row = e.get('ph'), str((e.get('pid'), e.get('tid')))
         if phase is None:
             raise Fault('an event has no "ph"')
         if phase == 'E':
@@ -206,6 +207,8 @@ class Trace:
         event = None
         if kind is not None:
             args = e.get('args') or {}
+            if not isinstance(args, dict):
+                raise Fault(f'args are {args!r}, expected an object')
             event = Event(kind, str(e.get('name') or 'unnamed'), ns(e, 'ts'))
             event.track = track(args.get('stream', e.get('tid')) if kind <= COPY else e.get('tid'))
             event.correlation = whole(args.get('correlation'), 'the correlation', 2**32 - 1) if kind != RANGE else 0
@@ -226,7 +229,8 @@ class Trace:
         if table is None:
             raise Fault('a row has no "table"')
         if table == 'StringIds':
-            if self.strings.setdefault(row.get('id'), row.get('value')) is not row.get('value'):
+            value = str(row.get('value') or '')
+            if self.strings.setdefault(str(row.get('id')), value) is not value:
                 raise Fault(f'the string {row.get("id")} is there for the second time')
             return
         kind = self.kind(table)
@@ -235,7 +239,7 @@ class Trace:
             return
         if row.get('start') is None or row.get('end') is None:
             raise Fault(f'a row of {table} has no start or no end')
-        event = Event(kind, row.get('text') or 'unnamed', whole(row['start'], 'the start', 2**63 - 1),
+        event = Event(kind, str(row.get('text') or 'unnamed'), whole(row['start'], 'the start', 2**63 - 1),
                       whole(row['end'], 'the end', 2**63 - 1))
         event.correlation = whole(row.get('correlationId'), 'the correlation', 2**32 - 1)
         if kind <= COPY:
@@ -251,7 +255,7 @@ class Trace:
         else:
             string = row.get('demangledName', row.get('shortName')) if kind == KERNEL else row.get(
                 'nameId', row.get('textId'))
-            event.full = event.full if string is None else (string,)
+            event.full = event.full if string is None else (str(string),)
         self.keep(event)
 
     def take_array(self, values):
@@ -664,6 +668,9 @@ def parsed():
         parser.error('--compare needs two files' if asked.compare else 'one file, or --compare and two')
     if len(asked.range) > len(asked.trace):
         parser.error(f'more than one range of a file: {asked.range[-1]}')
+    both = asked.trace[0], asked.out or ''
+    if all(map(os.path.exists, both)) and os.path.samefile(*both):
+        parser.error(f'--out would overwrite the trace: {asked.out}')
     for option in ('longer_than', 'more_than', 'family', 'out') if asked.compare else ():
         if getattr(asked, option) != parser.get_default(option):
             parser.error(f'--{option.replace("_", "-")} is for one file, not for --compare')
@@ -682,9 +689,10 @@ def load(path, only, asked):
 
 def main():
     asked = parsed()
-    sys.stdout.reconfigure(encoding='utf-8')
     where = 'standard output'
     try:
+        os.fstat(1)  # if it is closed, there is no sys.stdout
+        sys.stdout.reconfigure(encoding='utf-8')
         both = [load(path, asked.range[min(i, len(asked.range) - 1)] if asked.range else None, asked)
                 for i, path in enumerate(asked.trace)]
         compare(*both, asked) if asked.compare else report(*both, asked)

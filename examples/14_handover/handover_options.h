@@ -119,7 +119,7 @@ static inline bool handover_number(const char *text, long long least, long long 
     char *end;
     errno = 0;
     const long long n = strtoll(text, &end, 10);
-    const int shift = *end == 'K' ? 10 : *end == 'M' ? 20 : *end == 'G' ? 30 : 0;
+    const int shift = end == text ? 0 : *end == 'K' ? 10 : *end == 'M' ? 20 : *end == 'G' ? 30 : 0;
     end += shift != 0;
     if (end == text || *end || errno != 0 || n > (most >> shift) || n < least / (1LL << shift))
         return false;

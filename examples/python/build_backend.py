@@ -135,6 +135,8 @@ def build(package):
         sys.exit(f"kvprim: no kvprim.h in {HERE}/../.. or {HERE}/include")
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(os.path.join(HERE, "kvprim"), package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder, _, _ in os.walk(package):
+        os.chmod(folder, 0o755)  # the sources may be read-only
     os.makedirs(os.path.join(package, "include"))
     for name in ("kvprim.h", "kvprim_cuda.cuh", "kvprim_nccl.h"):
         shutil.copy(os.path.join(HEADERS, name), os.path.join(package, "include"))

@@ -403,10 +403,11 @@ runs_quoted()
 # builds_elsewhere: in a folder that BUILD= names, with a trace that is found from here.
 builds_elsewhere()
 {
-    rm -rf "$build/else where" && MAKEFLAGS= make -s BUILD="$PWD/$build/else where" CFLAGS=-O0 DEVICE=cpu \
+    rm -rf "$build/it's else where" && MAKEFLAGS= make -s BUILD="$PWD/$build/it's else where" CFLAGS=-O0 DEVICE=cpu \
         ARGS='--requests 2' run build/01_rows build/18_step build/21_keys | grep 'requests  *2 ' &&
-        "$build/else where/01_rows" && "$build/else where/18_step" && "$build/else where/21_keys" &&
-        ! MAKEFLAGS= make BUILD="$build/else where" clean && [ -x "$build/else where/02_kv_replay" ]
+        "$build/it's else where/01_rows" && "$build/it's else where/18_step" && "$build/it's else where/21_keys" &&
+        ! MAKEFLAGS= make -s BUILD="$build/it's else where" CFLAGS=-O0 LDFLAGS=--no-such build/01_rows &&
+        ! MAKEFLAGS= make BUILD="$build/it's else where" clean && [ -x "$build/it's else where/02_kv_replay" ]
 }
 
 # named_architectures: without a GPU `make lib` and `make examples` name what they build for, as far as nvcc knows it.
@@ -426,10 +427,18 @@ named_architectures()
         ! grep 'sm_90\|no GPU' "$build/named"
 )
 
+# missing_homes: a CUDA_HOME without nvcc is an error, and `make lib` says what it leaves out without NCCL.
+missing_homes()
+{
+    MAKEFLAGS= make -n CUDA_HOME=/none lib 2>&1 | grep 'CUDA_HOME=/none: no bin/nvcc there' &&
+        MAKEFLAGS= make -n NVCC=nvcc NCCL_HOME=/none lib | grep "skip libkvprim_nccl.so: no nccl.h or no libnccl.so.2"
+}
+
 targets()
 {
     cell 'make BUILD=' builds_elsewhere
     cell 'architectures without a GPU, and with one' named_architectures
+    cell 'make CUDA_HOME=, NCCL_HOME=' missing_homes
     cell "make run TRACE=it's" runs_quoted
     if [ "$gpus" -eq 0 ]; then
         for target in gpu-test gpu-bench cuda-test cuda-bench convert-bench transfer-bench bandwidth sanitize engine \

@@ -282,6 +282,7 @@ static void test_options(void)
                {"--layers", "--layers needs a value"},
                {"--layers 0", "--layers 0: must be a number from 1 to 1024"},
                {"--layers 0K", "must be a number"},
+               {"--max-sms K", "--max-sms K: must be a number"},
                {"--heads 8x", "--heads 8x: must be a number"},
                {"--slots 33", "must be a number from 1 to 32"},
                {"--tokens 99999999999999999999", "must be a number"},

@@ -14,6 +14,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import os
 import pathlib
 import random
@@ -251,6 +252,9 @@ def bad_files():
         ('a negative ts', "ts is '-1.5', expected microseconds", '[' + event.replace('1.5', '-1.5') + ']'),
         ('a ts that is true', 'ts is True, expected microseconds', '[' + event.replace('1.5', 'true') + ']'),
         ('a ts that is a word', "ts is 'one', expected microseconds", '[' + event.replace('1.5', '"one"') + ']'),
+        ('a ts that is no number', 'ts is nan, expected microseconds', '[' + event.replace('1.5', 'NaN') + ']'),
+        ('args that are a list', 'args are [7], expected an object',
+         '[' + event.replace('{"stream":7}', '[7]') + ']'),
         ('a ts past 64 bits', 'ts is 99999999999999999999', '[' + event.replace('1.5', '9' * 20) + ']'),
         ('a negative number of bytes', 'the number of bytes is -4',
          '[' + event.replace('kernel', 'gpu_memcpy').replace('"stream"', '"bytes":-4,"stream"') + ']'),
@@ -324,6 +328,30 @@ def spoilt():
     judge(f'spoilt bytes: {accepted} of 600 files are still accepted', [] if 60 < accepted < 540 else [accepted])
 
 
+def odd_types():
+    """Gives values other types than theirs, in every event and row. What is refused is refused in one line."""
+    chrome = json.loads((SAMPLES / 'chrome.json').read_text())['traceEvents']
+    nsys = [json.loads(line) for line in (SAMPLES / 'nsys.jsonl').read_text().splitlines()]
+    faults, tried = [], set()
+    lines = lambda rows: '\n'.join(map(json.dumps, rows))
+    for events, kind, text in ((chrome, 'cat', json.dumps), (nsys, 'table', lines)):
+        for i, event in enumerate(events):
+            for key, value in ((key, value) for key in event for value in ([], {'a': 1}, 5, math.nan)):
+                case = f'{event.get("ph")} {event.get(kind)}: {key} {value}'
+                if case in tried:
+                    continue
+                tried.add(case)
+                trace = answers_py.Trace(str(file_of(text([*events[:i], {**event, key: value}, *events[i + 1:]]))))
+                try:
+                    trace.read(False, False)
+                    answers_py.project(trace.events)
+                except answers_py.Fault as fault:
+                    faults += [f'{case}: {fault}'] if '\n' in str(fault) else []
+                except (AttributeError, ArithmeticError, TypeError) as error:
+                    faults.append(f'{case}: {error!r}')
+    judge(f'values of other types: {len(tried)}', faults)
+
+
 def times_and_names():
     for us, want in (('0', 0), ('0.001', 1), ('0.0005', 1), ('0.0004', 0), ('1.5', 1500), ('12E-1', 1200),
                      ('4524124798798.264', 4524124798798264), ('1790857026000000.999', 1790857026000000999)):
@@ -365,6 +393,7 @@ def bad_arguments():
            [trace, '--category', value]) for value in ('a', 'a=', '=x', 'a=(', 'a=x{99999999999}', 'a=' + '(' * 5000)),
         *((f'{option} of a comparison', f'{option} is for one file', ['--compare', trace, trace, option, '7'])
           for option in ('--longer-than', '--more-than', '--family', '--out')),
+        ('the trace as output', 'would overwrite the trace', [file_of(f'[{EVENT}]'), '--out', scratch / 'case.json']),
     ]:
         refuses(name, 2, words, *arguments)
     help_text = run('--help')
@@ -386,6 +415,10 @@ def outputs():
     os.close(full)
     judge('full standard output', [] if result.returncode == 1 and 'standard output: No space' in result.stderr
           else [result])
+    result = subprocess.run(['sh', '-c', 'exec "$@" >&-', 'sh', sys.executable, program, trace], capture_output=True,
+                            text=True, check=False)
+    judge('closed standard output', [] if result.returncode == 1 and result.stderr ==
+          'answers.py: standard output: Bad file descriptor\n' else [result])
 
 
 # ---- more than the answers ----
@@ -516,7 +549,7 @@ def main():
             paths = [(path, False)]
         else:
             for test in (samples, times_and_names, other_inputs, comparisons, bad_files, cut_anywhere, spoilt,
-                         bad_arguments, outputs, checker):
+                         odd_types, bad_arguments, outputs, checker):
                 try:
                     test()
                 except Exception as error:  # the tests after it run

@@ -63,13 +63,15 @@ import array
 import ctypes
 import os
 import pickle
+import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 _BUILT = next((folder for folder in (_HERE, os.path.join(_ROOT, "build/python/kvprim"))
                if os.path.exists(os.path.join(folder, "libkvprim.so"))), None)
 if _BUILT is None:
-    raise ImportError(f"kvprim is not built: `make wheel`, or python {os.path.dirname(_HERE)}/build_backend.py")
+    _sources = os.path.dirname(_HERE)
+    raise ImportError(f"kvprim is not built: pip install {_sources}, or python3 {_sources}/build_backend.py")
 __path__.append(_BUILT)
 library = ctypes.CDLL(os.path.join(_BUILT, "libkvprim.so"))  # the functions of kvprim.h and kvprim_cuda.cuh
 library.kvprim_version.restype = ctypes.c_uint32
@@ -152,7 +154,7 @@ def gather_new(src, index, layout="rows", *, cache_dtype="auto", scale=None, dty
         row = (*src.shape[1:2], *src.shape[3:]) if layout == "HND" else src.shape[1 if layout == "rows" else 2:]
     if cache_dtype in ("fp4_e2m1", "fp4_e2m1_swizzled", "int4"):
         row = (*row[:-1], 2 * row[-1])
-    out = src.new_empty((index.shape[0], *row), dtype=dtype)
+    out = src.new_empty((index.numel(), *row), dtype=dtype)
     gather(out, src, index, layout, cache_dtype=cache_dtype, scale=scale, base=base, pdl=pdl,
            tensor_scale=tensor_scale)
     return out
@@ -308,20 +310,33 @@ def _integers(name, values):
     """Address, count and bytes of an element of an array, or of a list as an array, and what keeps the memory."""
     if hasattr(values, "__array_interface__"):  # numpy's
         about = values.__array_interface__
-        if len(about["shape"]) != 1 or about["strides"] is not None or about["typestr"][1:] not in ("i4", "i8"):
+        native = "<" if sys.byteorder == "little" else ">"
+        if len(about["shape"]) != 1 or about["strides"] is not None or about["typestr"] not in (
+                native + "i4", native + "i8"):
             raise RuntimeError(f"{name} is {about['typestr']} of shape {about['shape']}, not packed int32 or int64")
         return about["data"][0], about["shape"][0], int(about["typestr"][2:]), values
     if not isinstance(values, array.array):
-        values = array.array("q", values)
+        try:
+            values = array.array("q", values if isinstance(values, (list, tuple)) else list(values))
+        except (TypeError, OverflowError) as error:
+            raise RuntimeError(f"{name} is {values!r:.80}: {error}") from None
     elif values.typecode not in "ilq":
         raise RuntimeError(f"{name} is an array of '{values.typecode}', not of int32 or int64")
     return *values.buffer_info(), values.itemsize, values
 
 
+def _bytes(name, value):
+    try:
+        return bytes(memoryview(value))
+    except TypeError:
+        raise RuntimeError(f"{name} is {value!r:.80}, not bytes") from None
+
+
 def prefix(a, b):
     """How many leading elements of a and b are equal: two tensors of the CPU, contiguous and of one dtype, int32 or
     int64; or two lists or arrays (of `array` or numpy)."""
-    if torch is None and _eager is not None and isinstance(a, tvm_ffi.Tensor) and isinstance(b, tvm_ffi.Tensor):
+    if (torch is None and not isinstance(_eager, _Missing) and isinstance(a, tvm_ffi.Tensor)
+            and isinstance(b, tvm_ffi.Tensor)):
         return _eager.prefix(a, b)
     if torch is not None and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         matched = _eager.prefix(a, b)
@@ -385,10 +400,13 @@ def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, pa
         address, count, size, _ = tokens.data_ptr(), tokens.numel(), tokens.element_size(), tokens
     else:
         address, count, size, _ = kept = _integers("tokens", tokens)
-    pieces = []
+    if not 0 <= seed < 1 << 64:
+        raise RuntimeError(f"seed is {seed}, not 0 to 2^64 - 1")
+    parent, pieces = parent and _bytes("parent", parent), []
     for place, data in sorted((extra or {}).items()):
         if isinstance(data, tuple):  # what pickle makes of it inside (parent, tokens, extra)
             data = pickle.dumps((bytes(32), (0,), data), 5)[50:-3]
+        data = _bytes(f"extra[{place}]", data)
         pieces.append(_KeyExtra(*(place if isinstance(place, tuple) else (place, 0)), data, len(data)))
     desc = _KeysDesc(address, 1 if size == 4 else 2, KEY_RULES.index(rule) + 1, count, block, parent or None,
                      len(parent or b""), (_KeyExtra * max(len(pieces), 1))(*pieces), len(pieces), None, 0, seed,
@@ -432,6 +450,8 @@ def layout(name, cache, page_rows, heads, k_dim, v_dim=None, layers=1):
     views [pages, heads, page_rows, dim], which operators take as "HND". v_dim: None is k_dim; 0: without V, v is None.
     Caches of quantised rows (fp8_ds_mla, ...) need no layout: cache_dtype says all of it."""
     v_dim = k_dim if v_dim is None else v_dim
+    if layers < 1:
+        raise RuntimeError(f"layers is {layers}, less than 1")
     if not cache.is_contiguous():
         raise RuntimeError(f"cache has shape {tuple(cache.shape)} and strides {cache.stride()}, not contiguous")
     page, size = layers * page_rows * heads * (k_dim + v_dim), cache.element_size()
@@ -505,16 +525,28 @@ class _Operators:
             torch.library.register_fake("kvprim::" + name, _fake_of(getattr(self, name)), lib=self.definitions)
 
 
+class _Missing:
+    """In place of the operators, if there are none."""
+
+    def __init__(self, why):
+        self.why = why
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # what inspect asks for
+            raise AttributeError(name)
+        raise RuntimeError(f"kvprim.{name} needs torch or TVM-FFI: {self.why}")
+
+
 try:
     import torch
 except ImportError:  # then without slots_new, gather_new and lists for tensors, and on TVM-FFI's tensors
-    torch = _eager = None
+    torch = None
     _compiling = bool
     try:
         import tvm_ffi
         _eager = tvm_ffi.load_module(ffi_library())
-    except (ImportError, OSError, RuntimeError):  # then only prefix() and keys() of lists, include(), library
-        pass
+    except (ImportError, OSError, RuntimeError) as error:  # then only prefix(), keys() of lists, include(), library
+        _eager = _Missing(error)
 else:
     from . import _eager
     _compiling, ops = torch.compiler.is_dynamo_compiling, _Operators()  # other tracers have a dispatch mode

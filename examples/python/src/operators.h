@@ -74,6 +74,8 @@ struct Tensor {
         dims = n;
         for (int64_t d = 0; d < n; d++)
             size[d] = sizes[d], stride[d] = strides[d], numel *= sizes[d];
+        for (int64_t d = 0; d < n && numel == 0; d++)
+            stride[d] = std::max<int64_t>(stride[d], 1); // numpy's empty arrays have strides of 0
     }
 
     /* Elements from the first to the end of the last; at least one element. */

@@ -90,7 +90,7 @@ namespace
 {
 class TorchArguments final : public Arguments
 {
-    StableIValue *next;
+    StableIValue *const begin, *next;
     std::vector<void *> owned;
     std::vector<StringHandle> strings;
     DeviceGuardHandle guard = nullptr;
@@ -100,13 +100,16 @@ class TorchArguments final : public Arguments
         const auto handle = torch::stable::detail::to<AtenTensorHandle>(value);
         owned.push_back(handle);
         Tensor tensor;
-        EXPECT(kvprim_torch_describe(handle, &tensor), "kvprim takes dense tensors that have memory");
+        bool defined = false;
+        expect_torch(aoti_torch_is_defined(handle, &defined), "a tensor");
+        EXPECT(defined, "argument ", next - begin, " is None");
+        EXPECT(kvprim_torch_describe(handle, &tensor), "argument ", next - begin, " is no dense tensor with memory");
         tensor.owner = handle;
         return tensor;
     }
 
   public:
-    explicit TorchArguments(StableIValue *stack) : next(stack)
+    explicit TorchArguments(StableIValue *stack) : begin(stack), next(stack)
     {
     }
     TorchArguments(const TorchArguments &) = delete;

@@ -621,7 +621,8 @@ def layouts_by_name(device):
     refused("cache has 4600 elements|multiple of 768", ops.layout, "LBNHC", cache[:4600], 8, 4, 16, 8)
     refused("cache has 100 elements|multiple of 768", ops.layout, "LBNHC", cache[:100], 8, 4, 16, 8)
     refused("cache has shape (2304,) and strides (2,)", ops.layout, "LBNHC", cache[::2], 8, 4, 16, 8)
-    refused("layers is -1", ops.layout, "LBNHC", cache, 8, 4, 16, 8, -1)
+    for layers in (-1, 0):
+        refused(f"layers is {layers}", ops.layout, "LBNHC", cache, 8, 4, 16, 8, layers)
     refused("page_rows is 0", ops.layout, "LBNHC", cache, 0, 4, 16, 8)
     refused("fp8_ds_mla' has its own", ops.layout, "fp8_ds_mla", cache, 8, 4, 16, 8)
 
@@ -755,6 +756,8 @@ def refusals(device):
     refused("layout|nhd", ops.gather_new, cache, index, "nhd")
     refused("index is float32", ops.gather_new, cache, index.float(), "NHD")
     refused("index|2 dimensions", ops.gather_new, cache, index.view(2, 5), "NHD")
+    refused("index has 0 dimensions", ops.gather_new, cache, index[0], "NHD")
+    refused("argument 3 is None", ops.gather, rows, cache, None, "NHD")
     refused("index|expanded", ops.gather_new, cache, index[:1].expand(10), "NHD")
     refused("out is int64|no element type", ops.gather, rows.long(), cache, index, "NHD")
     refused("a row of out|128 elements|256", ops.gather, rows[:, :2].float(), cache, index, "NHD")
@@ -1143,11 +1146,24 @@ def prefixes(device):
     assert ops.prefix(array.array("q", a), tuple(b)) == 700, "an array and a tuple"
     refused("4 bytes|8", ops.prefix, array.array("i", a), array.array("q", b))
     refused("a is an array of 'd'", ops.prefix, array.array("d", a), b)
+    refused("b is [0, 0.5]: ", ops.prefix, a, [0, 0.5])
+    refused("a is [9223372036854775808]: ", ops.prefix, [1 << 63], b)
+    assert ops.prefix(bytes(range(16)), a) == 16, "each byte is a token"
     if numpy:
         refused("b is <f8", ops.prefix, numpy.array(a), numpy.array(b, dtype="float64"))
         refused("a is <i8", ops.prefix, numpy.array(a)[::2], numpy.array(b))
+        swapped = numpy.array(a).astype(numpy.dtype("int64").newbyteorder())
+        refused("a is >i8" if sys.byteorder == "little" else "a is <i8", ops.prefix, swapped, numpy.array(a))
     folder = ops.include()
     assert all(os.path.exists(os.path.join(folder, name)) for name in ("kvprim.h", "kvprim_cuda.cuh", "kvprim_nccl.h"))
+
+
+def no_tensors(device):
+    """Without torch and TVM-FFI an operator says what it needs."""
+    code = ("import sys; sys.modules['torch'] = sys.modules['tvm_ffi'] = None; import kvprim; "
+            "assert kvprim.prefix([1, 2], [1, 3]) == 1; kvprim.copy([], [])")
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    assert "RuntimeError: kvprim.copy needs torch or TVM-FFI: " in shown, shown
 
 
 def block_keys(device):
@@ -1168,7 +1184,8 @@ def block_keys(device):
     for make in makes:
         assert ops.keys(make(tokens), 16, "vllm_sha256") == want, make
     assert ops.keys(tokens[32:], 16, "vllm_sha256", parent=want[1]) == want[2:]
-    assert ops.keys(tokens, 16, "vllm_sha256", packed=True) == b"".join(want)
+    packed = ops.keys(tokens, 16, "vllm_sha256", packed=True)
+    assert packed == b"".join(want) and ops.keys(tokens[32:], 16, "vllm_sha256", parent=packed[32:64]) == want[2:]
     negative = [-token for token in tokens]
     assert ops.keys(negative, 16, "vllm_sha256", b"seed", extra) == list(vllm(b"seed", negative, extra))
     pages = [struct.pack("<16I", *tokens[i:i + 16]) for i in (0, 16)]
@@ -1182,6 +1199,9 @@ def block_keys(device):
     refused("rule is 'md5', none of vllm_sha256", ops.keys, tokens, 16, "md5")
     refused("block_tokens is 0, less than 1", ops.keys, tokens, 0, "sglang")
     refused("tokens[1] is -7, less than 0", ops.keys, negative, 16, "sglang")
+    refused("seed is 18446744073709551616, ", ops.keys, tokens, 16, "dynamo", seed=1 << 64)
+    refused("parent is '", ops.keys, tokens, 16, "sglang", parent="ff" * 32)
+    refused("extra[0] is 'a', not bytes", ops.keys, tokens, 16, "vllm_sha256", extra={0: "a"})
     refused("tokens is an array of 'd'", ops.keys, array.array("d", tokens), 16, "sglang")
 
 
@@ -1206,6 +1226,11 @@ def ffi_operators(device):
     assert (out[:20] == k[:20]).all() and not out[20:].any(), "gather"
     ffi.gather(of(half), of(cache), of(slot), "NHD", "auto", None, 0, True, None, False, None)
     assert (half[:20] == k[:20].astype(numpy.float16)).all() and (half[20:] == 1).all(), "converts, keeps padding"
+    none_of = lambda *shape, dtype=numpy.float32: of(numpy.zeros(shape, dtype=dtype))  # numpy says strides of 0
+    ffi.gather(none_of(0, HEADS, DIM), of(cache), none_of(0, dtype=numpy.int32), "NHD", "auto", None, 0, False, None,
+               False, None)
+    ffi.store(none_of(0, HEADS, DIM), None, of(cache), None, none_of(0, dtype=numpy.int32), "NHD", "auto", None, *none,
+              False, False, 0.0, None, 0, None, False)
     moved = [numpy.zeros_like(cache) for _ in "ab"]
     ffi.transfer([of(one) for one in moved], [of(cache), of(other)], None, None, "rows", "rows", None, None, False, 0,
                  None, "auto", "auto", None, None, False)
@@ -1275,7 +1300,7 @@ def run_tests():
     everywhere = (gathers, stores, transfers, copies, every_conversion, scaled_caches, computed_scales, four_bits,
                   whole_formats, scaled_transfers, slots_of, fetches, refusals)
     of_graphs, on_gpu = (opchecks, compiles, one_pool), (graphs, pinned_temporaries, streams, devices)
-    runs, skipped = [("lists and arrays", (prefixes, block_keys), None)], 0
+    runs, skipped = [("lists and arrays", (prefixes, no_tensors, block_keys), None)], 0
     if numpy and tvm_ffi:
         runs += [("TVM-FFI", (ffi_operators,), None)]
     else:
