@@ -226,8 +226,8 @@ KVPRIM_API size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_
 KVPRIM_API size_t kvprim_prefix_pages(size_t matched, size_t page_rows);
 
 /* What kvprim_prefix_many_i32 returns instead of an index. */
-#define KVPRIM_PREFIX_NONE ((size_t)-1)  /* no key shares a token with the query, or there are no keys */
-#define KVPRIM_PREFIX_ERROR ((size_t)-2) /* an argument is wrong: see kvprim_last_error() */
+#define KVPRIM_PREFIX_NONE SIZE_MAX        /* no key shares a token with the query, or there are no keys */
+#define KVPRIM_PREFIX_ERROR (SIZE_MAX - 1) /* an argument is wrong: see kvprim_last_error() */
 
 /* Compares one query with keys_count keys: out_len[i] = kvprim_prefix_i32(query, query_len, keys[i], key_lens[i]).
    Returns the index of the key with the longest match, the first of several, or KVPRIM_PREFIX_NONE. out_len may be NULL
@@ -1237,24 +1237,24 @@ KVPRIM_ELEMENT int kvpi_is_nan(float x)
     return (kvpi_bits_of(x) & 0x7fffffff) > 0x7f800000;
 }
 
-/* From fp32, rounded to nearest, ties to even. Results below the least normal value are `small`: adding a float whose
+/* From fp32, rounded to nearest, ties to even. Results below the least normal value are `tiny`: adding a float whose
    last bit stands for the type's least value rounds to a multiple of that, and leaves it in the low bits. Others are
    `large`: the exponent gets the type's bias, and half a unit of the type's last bit is added before the shift. */
 KVPRIM_ELEMENT uint32_t kvpi_to_e4m3(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
-    const uint32_t small = kvpi_bits_of(kvpi_float_of(a) + 16384.0f) - 0x46800000;
+    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(a) + 16384.0f) - 0x46800000;
     const uint32_t large = (a - 0x3c000000 + 0x7ffff + (a >> 20 & 1)) >> 20;
-    const uint32_t nearest = a < 0x3c800000 ? small : large, most = nearest < 0x7e ? nearest : 0x7e;
+    const uint32_t nearest = a < 0x3c800000 ? tiny : large, most = nearest < 0x7e ? nearest : 0x7e;
     return a > 0x7f800000 ? 0x7f : most | (bits >> 24 & 0x80);
 }
 
 KVPRIM_ELEMENT uint32_t kvpi_to_e5m2(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
-    const uint32_t small = kvpi_bits_of(kvpi_float_of(a) + 128.0f) - 0x43000000;
+    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(a) + 128.0f) - 0x43000000;
     const uint32_t large = (a - 0x38000000 + 0xfffff + (a >> 21 & 1)) >> 21;
-    const uint32_t nearest = a < 0x38800000 ? small : large, most = nearest < 0x7b ? nearest : 0x7b;
+    const uint32_t nearest = a < 0x38800000 ? tiny : large, most = nearest < 0x7b ? nearest : 0x7b;
     return a > 0x7f800000 ? 0x7f : most | (bits >> 24 & 0x80);
 }
 
@@ -1290,9 +1290,9 @@ KVPRIM_ELEMENT uint32_t kvpi_to_e2m1(float x)
 KVPRIM_ELEMENT uint32_t kvpi_to_f16(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
-    const uint32_t small = kvpi_bits_of(kvpi_float_of(a) + 0.5f) - 0x3f000000;
+    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(a) + 0.5f) - 0x3f000000;
     const uint32_t large = (a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13;
-    const uint32_t nearest = a < 0x38800000 ? small : large, most = nearest < 0x7c00 ? nearest : 0x7c00;
+    const uint32_t nearest = a < 0x38800000 ? tiny : large, most = nearest < 0x7c00 ? nearest : 0x7c00;
     return a > 0x7f800000 ? 0x7fff : most | (bits >> 16 & 0x8000);
 }
 
@@ -1309,21 +1309,21 @@ KVPRIM_ELEMENT uint32_t kvpi_to_f32(float x)
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : bits;
 }
 
-/* To fp32, which holds every value of these types. Values below the least normal one are `small`: their bits are put
+/* To fp32, which holds every value of these types. Values below the least normal one are `tiny`: their bits are put
    into such a float, which is then subtracted. */
 KVPRIM_ELEMENT float kvpi_of_e4m3(uint32_t x)
 {
     const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24;
-    const uint32_t small = kvpi_bits_of(kvpi_float_of(0x46800000 + a) - 16384.0f);
-    const uint32_t large = (a << 20) + 0x3c000000, value = a < 8 ? small : large;
+    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(0x46800000 + a) - 16384.0f);
+    const uint32_t large = (a << 20) + 0x3c000000, value = a < 8 ? tiny : large;
     return kvpi_float_of(a == 0x7f ? 0x7fffffff : value | sign);
 }
 
 KVPRIM_ELEMENT float kvpi_of_e5m2(uint32_t x)
 {
     const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24;
-    const uint32_t small = kvpi_bits_of(kvpi_float_of(0x43000000 + a) - 128.0f);
-    const uint32_t large = (a << 21) + (a < 0x7c ? 0x38000000 : 0x70000000), value = a < 4 ? small : large;
+    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(0x43000000 + a) - 128.0f);
+    const uint32_t large = (a << 21) + (a < 0x7c ? 0x38000000 : 0x70000000), value = a < 4 ? tiny : large;
     return kvpi_float_of(a > 0x7c ? 0x7fffffff : value | sign);
 }
 
@@ -1347,8 +1347,8 @@ KVPRIM_ELEMENT float kvpi_of_e2m1(uint32_t x)
 KVPRIM_ELEMENT float kvpi_of_f16(uint32_t x)
 {
     const uint32_t a = x & 0x7fff, sign = (x & 0x8000) << 16;
-    const uint32_t small = kvpi_bits_of(kvpi_float_of(0x3f000000 + a) - 0.5f);
-    const uint32_t large = (a << 13) + (a < 0x7c00 ? 0x38000000 : 0x70000000), value = a < 0x400 ? small : large;
+    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(0x3f000000 + a) - 0.5f);
+    const uint32_t large = (a << 13) + (a < 0x7c00 ? 0x38000000 : 0x70000000), value = a < 0x400 ? tiny : large;
     return kvpi_float_of(value | sign);
 }
 
@@ -6027,8 +6027,12 @@ static void kvpi_run_keys(const kvprim_keys_desc *requests, size_t n)
     }
 }
 
+/* Not by KVPRIM_REFUSE: `status` would be expanded on the way, and is a word that others define. */
 #define KVPRIM_REFUSE_FIELD(condition, status, field, why)                                                             \
-    KVPRIM_REFUSE(condition, status, "kvprim_keys: " #field " is %lld, " why, (long long)d->field)
+    do {                                                                                                               \
+        if (!KVPRIM_LIKELY(!(condition)))                                                                              \
+            return kvprim_fail(KVPRIM_ERROR_##status, "kvprim_keys: " #field " is %lld, " why, (long long)d->field);   \
+    } while (0)
 
 /* Of the blocks' n tokens, the first that the rule cannot hold. */
 static kvprim_status kvpi_check_tokens(const kvprim_keys_desc *d, int64_t n)

@@ -1560,10 +1560,10 @@ template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_four_bits(float *x, 
 {
 #ifdef __CUDA_ARCH__ /* a code in the middle of an fp16 is that 2^-14 times; 2^23 + 8 + the value, less 2^23 + 8 */
     if (type == KVPRIM_F4E2M1) {
-        const uint32_t small = (word << 9 & 0x0e000e00) | (word << 12 & 0x80008000);
+        const uint32_t tiny = (word << 9 & 0x0e000e00) | (word << 12 & 0x80008000);
         float pair[2];
         uint32_t halves;
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(small), "r"(0x74007400)); /* 2^14 */
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(tiny), "r"(0x74007400)); /* 2^14 */
         kvpi_of_f16x2(pair, halves);
         x[0] = pair[0], x[4] = pair[1];
     } else {
@@ -2540,7 +2540,7 @@ KVPRIM_DEVICE bool kvpc_leaves_room(uint32_t half)
    If the launch overlaps the one before, it ends after that one: wait_last.
    zeros: some fragments have no source. Where none is NULL, unaligned ones take 1.1 to 1.2 times as long with the
    test, and aligned ones no longer than without. */
-template <bool small, bool aligned, bool zeros, uint32_t bytes>
+template <bool is_small, bool aligned, bool zeros, uint32_t bytes>
 static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                          aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
     kvpc_unpack_kernel(const KVPRIM_GRID_CONSTANT kvpc_unpack_params<bytes> KVPRIM_IN_PLACE p)
@@ -2552,7 +2552,7 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
         kvpc_pdl_trigger();
     const uint32_t lanes = 1u << h.lanes_shift; /* computed only now: a register less */
     const uint32_t groups = blockDim.x >> h.lanes_shift, group = threadIdx.x >> h.lanes_shift;
-    if (small) {
+    if (is_small) {
         const uint32_t each = kvpc_small_fragments * groups;
         for (uint32_t i = blockIdx.x * each + group; i < h.count; i += gridDim.x * each)
             kvpc_copy_small(p, i, groups);
@@ -4979,7 +4979,7 @@ typedef struct kvpc_unpack_job {
     bool zeros;                  /* some items have no source */
     bool even;                   /* all fragments have the same size, except that the last may be shorter */
     bool longer;                 /* a fragment has more than kvpc_direct_bytes */
-    bool merge, small, aligned, started, overlap;
+    bool merge, is_small, aligned, started, overlap;
     kvpc_fragment merged[kvpc_host_chunk];
 } kvpc_unpack_job;
 
@@ -5209,9 +5209,9 @@ static void kvpc_plan_unpack(kvpc_unpack_job *job)
     const uint64_t dst = job->dst.base + job->dst.first, dst_steps = job->dst.step | job->dst.differ;
     job->aligned = (src | src_steps | dst | dst_steps | any_bytes) % 16 == 0;
     job->lead = dst_steps % 16 ? 15 : (uint32_t)(dst % 16);
-    job->small = job->even && job->aligned && most <= kvpc_small_bytes && !job->zeros;
+    job->is_small = job->even && job->aligned && most <= kvpc_small_bytes && !job->zeros;
     /* Threads for a whole strip take kvpc_aligned_loads words each, those of a small fragment one. */
-    const uint64_t wanted = job->small ? kvpc_aligned_loads * most : job->lead + most;
+    const uint64_t wanted = job->is_small ? kvpc_aligned_loads * most : job->lead + most;
     for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_strip_bytes(job) < wanted;)
         h->lanes_shift++;
     uint64_t strips = (job->lead + most + kvpc_strip_bytes(job) - 1) / kvpc_strip_bytes(job);
@@ -5345,11 +5345,11 @@ static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *d
 static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, const kvpc_unpack *h, uint32_t threads, uint32_t max_sms)
 {
     enum { many_blocks = 768 };
-    const uint32_t groups = threads >> h->lanes_shift, each = job->small ? kvpc_small_fragments * groups : groups;
-    const uint32_t all = job->small ? h->count : h->strips, blocks = all / each + (all % each != 0);
+    const uint32_t groups = threads >> h->lanes_shift, each = job->is_small ? kvpc_small_fragments * groups : groups;
+    const uint32_t all = job->is_small ? h->count : h->strips, blocks = all / each + (all % each != 0);
     if (max_sms > 0)
         return blocks < max_sms ? blocks : max_sms;
-    return job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2;
+    return job->is_small || blocks < many_blocks ? blocks : (blocks + 1) / 2;
 }
 
 /* Launches as many fragments as fit the parameters. With `overlap` the launches of a batch run side by side (65,536
@@ -5375,7 +5375,7 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     job->started = true;
     const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
     return kvpc_start(&call,
-                      job->small     ? kvpc_unpack_kernel<true, true, true, params_bytes>
+                      job->is_small  ? kvpc_unpack_kernel<true, true, true, params_bytes>
                       : job->aligned ? kvpc_unpack_kernel<false, true, true, params_bytes>
                       : job->zeros   ? kvpc_unpack_kernel<false, false, true, params_bytes>
                                      : kvpc_unpack_kernel<false, false, false, params_bytes>,
@@ -5872,15 +5872,15 @@ static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_de
     p.token_bytes = kvpc_index_size(d->token_type);
     p.rejected = d->rejected;
     p.page_starts = (uintptr_t)d->page_starts, p.max_pages = max_pages;
-    const bool by_length = d->cu_seqlens != NULL, small = kvpc_slots_are_small(&p);
+    const bool by_length = d->cu_seqlens != NULL, is_small = kvpc_slots_are_small(&p);
     const bool late = by_length && p.count > kvpc_slots_first; /* blocks that wait would take the room of blocks */
     p.pdl = !call->launch.pdl ? kvpc_alone : late ? kvpc_trigger_late : kvpc_trigger_first;
     p.each = kvpc_divisor_of(
         d->count % d->requests == 0 && d->count / d->requests <= kvpc_slots_each ? d->count / d->requests : 0);
     if (d->page_starts)
-        return small && d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t, true>(call, &p, by_length)
-                                                    : kvpc_start_slots<int64_t, uint64_t, true>(call, &p, by_length);
-    return !small                        ? kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length)
+        return is_small && d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t, true>(call, &p, by_length)
+                                                       : kvpc_start_slots<int64_t, uint64_t, true>(call, &p, by_length);
+    return !is_small                     ? kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length)
            : d->token_type == KVPRIM_I32 ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
                                          : kvpc_start_slots<int64_t, uint32_t>(call, &p, by_length);
 }
