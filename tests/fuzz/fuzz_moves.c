@@ -185,7 +185,8 @@ static int rows_overlap(const struct layout *t, wide rows, wide rows_in_page)
     struct dimension dims[4];
     size_t count = 0;
     for (size_t i = 0; rows > 0 && i < 4; i++)
-        if (all[i].count > 1 && !(i == 3 && t->bases))
+        if (all[i].count > 1 && !(i == 3 && t->bases) &&
+            !(i == 2 && t->head_stride == 0)) /* heads that share a piece */
             dims[count++] = all[i];
     return overlaps_itself(dims, count, t->piece);
 }
@@ -209,32 +210,35 @@ static wide extent_of(const struct layout *t, wide rows)
     return least(last + times(t->heads - 1, t->head_stride) + t->piece, too_much);
 }
 
+/* source: every head may be the same piece. */
 static struct layout judge_table(struct verdict *v, kvprim_table *judged, int64_t row_bytes, wide used,
-                                 const struct stack *stack)
+                                 const struct stack *stack, int source)
 {
     const kvprim_table table = *judged;
+    const int shared = source && table.heads > 1 && table.head_stride == KVPRIM_HEADS_SHARED;
+    const int64_t head_stride = shared ? 0 : table.head_stride;
     const int32_t layers = stack->layers;
     const int64_t layer_stride = stack->stride;
     void **const bases = stack->bases;
     const int negative = table.rows < 0 || table.stride < 0 || table.page_rows < 0 || table.heads < 0 || layers < 0 ||
-                         (table.page_rows > 0 && table.page_stride < 0) || (table.heads > 1 && table.head_stride < 0) ||
+                         (table.page_rows > 0 && table.page_stride < 0) || (table.heads > 1 && head_stride < 0) ||
                          (layers > 1 && !bases && layer_stride < 0);
     struct layout t = {.table = judged, .bases = bases, .device = stack->device};
     t.layers = most(layers, 1);
-    const int wrong =
-        negative || row_bytes < 1 || table.bytes < 0 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
+    const int wrong = negative || row_bytes < 1 || table.bytes < 0 || layers > 65536 ||
+                      (table.heads > 1 && head_stride == 0 && !shared);
     must(v, wrong, KVPRIM_ERROR_SIZE);
     must(v, table.reserved != 0, KVPRIM_ERROR_ARGUMENT);
-    may(v, table.page_stride < 0 || table.head_stride < 0 || layer_stride < 0, KVPRIM_ERROR_SIZE);
+    may(v, table.page_stride < 0 || head_stride < 0 || layer_stride < 0, KVPRIM_ERROR_SIZE);
     if (wrong)
         return t;
 
     t.heads = most(table.heads, 1);
     t.piece = row_bytes / t.heads;
-    t.stride = table.stride ? table.stride : table.head_stride > t.piece ? t.piece : row_bytes;
+    t.stride = table.stride ? table.stride : shared || head_stride > t.piece ? t.piece : row_bytes;
     t.page_rows = table.page_rows;
     const wide in_page = t.page_rows ? t.page_rows : table.rows;
-    t.head_stride = t.heads > 1 ? table.head_stride : t.piece;
+    t.head_stride = t.heads > 1 ? head_stride : t.piece;
     const wide page_packed = most(times(t.page_rows, t.stride), t.heads > 1 ? times(t.heads, t.head_stride) : 0);
     t.page_stride = table.page_stride > 0 ? table.page_stride : page_packed;
     const wide whole = t.page_rows ? (table.rows + t.page_rows - 1) / t.page_rows * t.page_rows : table.rows;
@@ -385,12 +389,12 @@ static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes
 }
 
 /* Sets `bytes` to exactly what the table reaches, or to a byte more or less. */
-static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, const struct stack *stack)
+static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, const struct stack *stack, int source)
 {
     struct verdict ignored = {0, 0, 0};
     if (!chance(in, 4))
         return;
-    const wide reach = judge_table(&ignored, t, row_bytes, t->rows, stack).reach;
+    const wide reach = judge_table(&ignored, t, row_bytes, t->rows, stack, source).reach;
     t->bytes = chance(in, 16) ? take_wild(in) : (int64_t)least(reach, MAX_BYTES) + (int64_t)(take(in, 1) % 3) - 1;
 }
 
@@ -583,11 +587,11 @@ static int64_t fuzz_gather(struct input *in)
     spoil(in, &d.count);
     d.rejected = take_rejected(in);
 
-    take_bytes(in, &d.src, d.row_bytes, &single);
-    take_bytes(in, &d.dst, d.row_bytes, &single);
+    take_bytes(in, &d.src, d.row_bytes, &single, 1);
+    take_bytes(in, &d.dst, d.row_bytes, &single, 0);
     struct move m = {.from = x, .zero = 1};
-    m.src = judge_table(&v, &d.src, d.row_bytes, d.src.rows, &single);
-    m.dst = judge_table(&v, &d.dst, d.row_bytes, d.count, &single);
+    m.src = judge_table(&v, &d.src, d.row_bytes, d.src.rows, &single, 1);
+    m.dst = judge_table(&v, &d.dst, d.row_bytes, d.count, &single, 0);
     place(in, &m.src);
     place(in, &m.dst);
     must(&v, d.count < 0 || d.dst.rows < d.count, KVPRIM_ERROR_SIZE);
@@ -656,13 +660,13 @@ static int64_t fuzz_store(struct input *in)
     struct index_list x;
     kvprim_store_desc d = take_store(in, &s, &x), resolved;
     const int k_only = chance(in, 4);
-    take_bytes(in, &d.k_cache, d.k_bytes, &single);
-    take_bytes(in, &d.v, d.v_bytes, &single);
+    take_bytes(in, &d.k_cache, d.k_bytes, &single, 0);
+    take_bytes(in, &d.v, d.v_bytes, &single, 1);
     struct move m[2] = {{.to = x}, {.to = x}};
-    m[0].dst = judge_table(&v, &d.k_cache, d.k_bytes, d.k_cache.rows, &single);
-    m[0].src = judge_table(&v, &d.k, d.k_bytes, d.count, &single);
-    m[1].dst = judge_table(&v_half, &d.v_cache, d.v_bytes, d.v_cache.rows, &single);
-    m[1].src = judge_table(&v_half, &d.v, d.v_bytes, d.count, &single);
+    m[0].dst = judge_table(&v, &d.k_cache, d.k_bytes, d.k_cache.rows, &single, 0);
+    m[0].src = judge_table(&v, &d.k, d.k_bytes, d.count, &single, 1);
+    m[1].dst = judge_table(&v_half, &d.v_cache, d.v_bytes, d.v_cache.rows, &single, 0);
+    m[1].src = judge_table(&v_half, &d.v, d.v_bytes, d.count, &single, 1);
     place(in, &m[0].dst);
     place(in, &m[1].dst);
     place(in, &m[0].src);
@@ -785,11 +789,11 @@ static int64_t fuzz_transfer(struct input *in)
         d.same_cache = (int32_t)(uint64_t)take_wild(in);
 
     const wide dst_used = d.dst_index ? d.dst.rows : d.count, src_used = d.src_index ? d.src.rows : d.count;
-    take_bytes(in, &d.dst, d.row_bytes, &dst_stack);
+    take_bytes(in, &d.dst, d.row_bytes, &dst_stack, 0);
     if (!same)
-        take_bytes(in, &d.src, d.row_bytes, &src_stack);
-    m.src = judge_table(&v, &d.src, d.row_bytes, src_used, &src_stack);
-    m.dst = judge_table(&v, &d.dst, d.row_bytes, dst_used, &dst_stack);
+        take_bytes(in, &d.src, d.row_bytes, &src_stack, 1);
+    m.src = judge_table(&v, &d.src, d.row_bytes, src_used, &src_stack, !d.same_cache);
+    m.dst = judge_table(&v, &d.dst, d.row_bytes, dst_used, &dst_stack, 0);
     if (same) {
         struct layout *const larger = m.dst.extent > m.src.extent ? &m.dst : &m.src;
         place(in, larger);
