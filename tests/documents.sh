@@ -1,9 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# usage: tests/documents.sh host|gpu      from the top folder; `make check` and `make gpu-test` call it
+# usage: tests/documents.sh host [SAID...] | gpu      from the top folder; `make check` and `make gpu-test` call it
 #
 # host: runs the commands in tests/documents.md that need no GPU, and searches for the words of each row in what they
-# print. gpu: searches in what targets have left in build/results/; one that failed left nothing, and said so itself.
+# print; build/said_NAME is what tests/*/NAME has already printed. gpu: searches in what targets have left in
+# build/results/; one that failed left nothing, and said so itself.
 
 kept=build/document_rows passed=0 failed=0 skipped=0
 rm -rf $kept && mkdir -p $kept build/results || exit 1
@@ -27,7 +28,10 @@ print_for()
     [ -e "$output" ]
 }
 
-mode=$1 trace=examples/02_kv_replay/trace_small.jsonl
+mode=$1
+shift
+for said; do cp "$said" "$kept/${said#build/said_}" || exit 1; done
+trace=examples/02_kv_replay/trace_small.jsonl
 while IFS='|' read -r _ document asked command words _; do
     command=${command#*\`} command=${command%\`*} words=${words#*\`} words=${words%\`*}
     case $document in ' '[A-E]' ') ;; *) continue ;; esac

@@ -126,13 +126,19 @@ program()
     grep -v '^ok ' "$build/log"
 }
 
+# Prints what the sources are.
+sources()
+{
+    find -H kvprim* examples tests -type f ! -path 'tests/results/*' -exec cksum {} +
+}
+
 # once OUTPUT COMMAND...: compiles a program or an object, unless this command has made it from these very sources.
 # `make test` and `make check` share what takes long, and so do parts, which may run at the same time.
 once()
 {
     output=$1
     shift
-    made=$(echo "$*" && find -H kvprim* examples tests -type f ! -path 'tests/results/*' -exec cksum {} +)
+    made=$(echo "$*" && sources)
     [ ! -e "$output" ] || [ "$made" != "$(cat "$output.made" 2>/dev/null)" ] || return 0
     "$@" -o "$output.$part" || { rm -f "$output.$part"; return 1; }
     mv "$output.$part" "$output" && printf '%s\n' "$made" >"$output.made"
@@ -251,6 +257,7 @@ trace()
 {
     if has python3; then
         program 'test_trace.py' python3 tests/trace/test_trace.py
+        cp "$build/log" build/said_test_trace.py && sources >build/said_test_trace.py.made # for documents
     else
         skip_tests tests/trace/test_trace.py 'no python3'
     fi
@@ -276,7 +283,9 @@ pictures()
 
 documents()
 {
-    program 'rows of tests/documents.md' sh tests/documents.sh host
+    said=build/said_test_trace.py
+    [ -e $said ] && [ "$(sources)" = "$(cat $said.made 2>/dev/null)" ] || said=
+    program 'rows of tests/documents.md' sh tests/documents.sh host $said
 }
 
 # ---- format ----

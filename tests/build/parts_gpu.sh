@@ -227,11 +227,11 @@ nccl_cuda()
     read="$NVCC -x cu -std=c++17 -I. $nccl_flags"
     unit kernels "$implement" '#include "kvprim_nccl.h"'
     mv "$build/kernels.c" "$build/kernels.cu"
-    # sm_80 does in one instruction what sm_75 does in several, for bf16 and fp16. So its source is only read, and
-    # sm_75's PTX is assembled for it; the shorter instructions are assembled for sm_90, below.
+    # sm_80 does in one instruction what sm_75 does in several, for bf16 and fp16. So its source is only read, without
+    # the host's, and sm_75's PTX is assembled for it; the shorter instructions are assembled for sm_90, below.
     kernels_for 75
     assembled_for "$build/kept/kernels.ptx" 80
-    cell 'kernels for compute_80' $read $lto_80 $strict -c "$build/kernels.cu" -o "$build/unit.o"
+    cell 'kernels for compute_80' $read -rdc=true -dlto -ltoir -arch=sm_80 "$build/kernels.cu" -o "$build/unit.ltoir"
     cell 'KVPRIM_NO_NORM' lacks_norms $read $lto_80 $strict -DKVPRIM_NO_NORM
     # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
     cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu --keep --keep-dir "$build/kept" \
@@ -444,8 +444,9 @@ gpu_programs()
         skip 'examples/10_trace/trace.cu: no cupti.h'
     fi
     cell 'test_cuda' $cu $only_ptx -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
-    # KVPRIM_DEBUG changes no kernel.
-    cell 'test_cuda with KVPRIM_DEBUG' $cu $lto_90 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
+    # KVPRIM_DEBUG changes no kernel, and what the host's compiler makes of it is never run.
+    cell 'test_cuda with KVPRIM_DEBUG' $cu $lto_90 -Xcompiler -fsyntax-only -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu \
+        -o "$build/unit.o"
     # It has no kernels of its own, and waits for none.
     cell 'test_nvtx' $cu $only_ptx $no_kernels -O0 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
         tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
