@@ -94,7 +94,7 @@ class Table(dict):
 def size(text):
     """Returns the bytes of '64 KB', say."""
     number, unit = text.split()
-    return int(number) << {'B': 0, 'KB': 10, 'MB': 20}[unit]
+    return int(float(number) * (1 << {'B': 0, 'KB': 10, 'MB': 20}[unit]))
 
 
 def known(table, at, pattern=''):
@@ -454,7 +454,7 @@ def over_chunks(title, part):
     others = (('copy engine, contiguous bytes', 'limit'), ('one ncclSend of contiguous bytes', 'first'),
               ("straight into the peer's pages", 'ours too'), ('pack, one ncclSend, unpack, no overlap', 'second'))
     series = [(name, style, [(chunk, rates[name]) for chunk, _ in ring]) for name, style in others if name in rates]
-    labels = {chunk: f'{chunk >> 20} MB' for chunk, _ in ring}
+    labels = {chunk: f'{chunk / (1 << 20):g} MB' for chunk, _ in ring}
     return picture(title, 'GB/s; higher is better', 'bytes of a chunk', labels,
                    [(part.find(r'^([\d,]+ tokens, [\d.]+ MB)'), series + [('ring', 'ours', ring)])],
                    part.find('on device 0, ([^,]*; NCCL [^,]*)') + '; tests/results/handover.txt', linear=True)
