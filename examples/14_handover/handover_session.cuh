@@ -284,7 +284,7 @@ static bool connect_comms(session *s)
     return guard_end(s) && right;
 }
 
-/* Slots for chunks of a request. The last request's are free. */
+/* Slots for chunks of a request, of at most chunk_bytes. The last request's are free. */
 static bool open_rings(session *s, int64_t chunk_bytes)
 {
     bool right = true;
