@@ -273,6 +273,9 @@ static bool receive_chunks(session *s, const ask *a, incoming *in, int64_t numbe
     void *slot;
     if (number != walk->number || n < 1 || n > most_joined || number + (n - 1) * s->o->lanes >= walk->total)
         return lose(s, "the peer announced chunks out of turn");
+    const int64_t before = number / s->o->lanes; /* of this lane */
+    if (before + n > in->taken[lane] + s->o->slots || before % s->o->slots + n > s->o->slots)
+        return lose(s, "the peer announced chunks for slots that are not free, or do not follow each other");
     for (int64_t k = 0; k < n; k++)
         pairs[k] = walk_next(s, a, walk, s->o->lanes, recent(s, in, number + k * s->o->lanes));
     const handover_chunk *const last = recent(s, in, number + (n - 1) * s->o->lanes);
