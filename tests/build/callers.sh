@@ -92,8 +92,8 @@ callers_in_c()
     linked no_layouts "$CC" "$build/main.o" "$build/caller_no_layouts.o"
     cell 'no fetch' $c -DKVPRIM_NO_FETCH -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_fetch.o"
     linked no_fetch "$CC" "$build/main.o" "$build/caller_no_fetch.o"
-    cell 'words that others define' $c -DSIZE=1 -DARGUMENT=2 -DUNSUPPORTED=3 -DOVERLAP=4 -DBOUNDS=5 -Dsmall=char -Dmin=6 \
-        -Dmax=7 -DERROR=8 -DCHECK=9 -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_words.o"
+    cell 'words that others define' $c -DSIZE=1 -DARGUMENT=2 -DUNSUPPORTED=3 -DOVERLAP=4 -DBOUNDS=5 -Dsmall=char \
+        -Dmin=6 -Dmax=7 -DERROR=8 -DCHECK=9 -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_words.o"
 
     cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/build/main.c \
         -o "$build/main_three.o"
