@@ -309,10 +309,11 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    (scale_offset = the row's bytes), after all rows of the page (scale_offset = page_rows * stride; set page_stride,
    too), or in memory of their own. Scales after all rows of a layer extend its default layer stride.
 
-   With scale_heads, a row's tiles of 4 bits form as many heads, each of S scales of 1 byte. They lie as in HND caches:
-   packed, all rows of a page (or table) for one head, then for the next. KVPRIM_SCALES_SWIZZLED: within each head and
-   four rows, scale s of row r takes the place of scale s % (S / 4) * 4 + r % 4 of row r / 4 * 4 + s / (S / 4), as
-   TensorRT-LLM's kernels for sm_100 read V's (vLLM, SGLang). Moves of such scales as bytes take all of four rows.
+   With scale_heads the formula differs: a row's tiles of 4 bits form as many heads (it divides them), each of S scales
+   of 1 byte. They lie as in HND caches: packed, all rows of a page (or table) for one head, then for the next;
+   scale_tile_stride and scale_stride stay 0. KVPRIM_SCALES_SWIZZLED: within each head and four rows, scale s of row r
+   takes the place of scale s % (S / 4) * 4 + r % 4 of row r / 4 * 4 + s / (S / 4), as TensorRT-LLM's kernels for sm_100
+   read V's (vLLM, SGLang); S, page_rows and rows are multiples of 4. To move those as bytes, move four rows together.
 
    Scales of a move's dst must not overlap a row of it or, in a store, a row of the other cache. Scales that are written
    must not overlap any other scale; those that are only read may be shared, as by K and V. These checks compare single
@@ -350,7 +351,7 @@ typedef struct kvprim_format {
     const float *tensor_scale;  /* optional, SCALE_TILE of elements of 4 bits: multiplies all scales of all layers. Read
                                    by the executing side when the move runs */
     int32_t scale_order;        /* KVPRIM_SCALES_LINEAR or KVPRIM_SCALES_SWIZZLED, which needs scale_heads */
-    int32_t scale_heads;        /* that tiles of 4 bits with scales of 1 byte form, see above; 0: none */
+    int32_t scale_heads;        /* heads that a row's tiles form (4 bits, scales of 1 byte), see above; 0: none */
 } kvprim_format;
 
 enum { KVPRIM_SCALES_SHARED = -1 }; /* a scale_layer_stride: all layers have the same scales */

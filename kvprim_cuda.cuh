@@ -1836,7 +1836,7 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
 
 typedef struct kvpc_convert_packed : kvpc_convert_tiles {
     uint64_t tensor[2]; /* where the tensor's scale of each route lies, or 0 */
-    /* With scale_heads: octets of a head; what each head, and each four rows that are swizzled, add in either route. */
+    /* With scale_heads: octets of a head; bytes that each head adds, and each four rows that are swizzled, by route. */
     kvpc_divisor32 scale_heads;
     uint32_t scale_head[2], scale_rows[2];
 } kvpc_convert_packed;
@@ -1875,7 +1875,7 @@ KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert_packed &p, uint32_t r
                        p.scale_rows[route]);
 }
 
-/* What a head adds to where its scales lie. */
+/* The bytes that a head adds to where its scales lie, beyond the steps of its tiles. */
 KVPRIM_DEVICE uint32_t kvpc_scale_head_of(const kvpc_convert &, uint32_t)
 {
     return 0;
@@ -3463,7 +3463,8 @@ static void kvpc_set_scale_heads(kvpc_convert_packed *p, size_t route, const kvp
 {
     const uint32_t tiles = (uint32_t)f.scale_stride, step = f.scale_order ? 4 : 1; /* tiles of a head */
     p->scale_heads = kvpc_divisor_of(p->route[route].octets / (uint32_t)f.scale_heads).narrow;
-    p->scale_head[route] = (uint32_t)f.scale_tile_stride - step * tiles;
+    /* steps go by heads of the table where scales have one */
+    p->scale_head[route] = f.scale_heads > 1 ? (uint32_t)f.scale_tile_stride - step * tiles : 0;
     p->scale_rows[route] = f.scale_order ? 4 * tiles - 4 : 0;
     p->route[route].tile = step, p->route[route].scale_row = f.scale_order ? 1 : tiles;
 }

@@ -453,7 +453,7 @@ typedef struct kvprim_ring_desc {
 typedef struct kvprim_ring {
     kvprim_ring_desc desc;
     struct CUevent_st *filled[KVPRIM_MAX_RING_SLOTS], *finished[KVPRIM_MAX_RING_SLOTS]; /* of slots */
-    uint64_t begun, ended, freed; /* chunks: claimed or received; sent or released; credited or taken */
+    uint64_t begun, ended, freed; /* slots: claimed or received; sent or released; credited or taken */
     const struct kvprim_ring *self;
 } kvprim_ring;
 
@@ -464,9 +464,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_init(kvprim_ring *ring, cons
 KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring);
 
 /* *slot: where later work on `stream` may put the next chunk; NULL, which is no error: there is no credit. send: sends
-   the oldest claimed slot when the work on `stream` so far is done; a claim cannot be taken back. A chunk of more bytes
-   also takes the slots after it, which are claimed, up to the last one in memory: several small chunks in one call of
-   NCCL's, which takes each side's host 13 us (H200). The receiver releases each of its slots. */
+   the oldest claimed slot when the work on `stream` so far is done; a claim cannot be taken back. A larger chunk
+   also takes the slots after it, which must be claimed (or ARGUMENT), up to the last one in memory (or SIZE): several
+   small chunks in one call of NCCL's, which takes each side's host 13 us (H200). The receiver needs as many free slots
+   and releases each; credits count slots. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n);
@@ -5494,7 +5495,7 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
 
 /* >>impl_ring ------------------------------------------------------------------------------------------------------
 
-   begun >= ended >= freed >= begun - slots. Chunk k is in slot k % slots. filled: a slot may be sent, or unpacked;
+   begun >= ended >= freed >= begun - slots. Number k is slot k % slots. filled: a slot may be sent, or unpacked;
    finished: it may be filled again. */
 
 static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring, const kvprim_ring_desc *d)

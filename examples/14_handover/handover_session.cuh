@@ -284,10 +284,14 @@ static bool connect_comms(session *s)
     return guard_end(s) && right;
 }
 
-/* Slots for chunks of a request. The last request's are free. */
+/* Slots for chunks of a request, of at most chunk_bytes. The last request's, which lie elsewhere, are free when NCCL's
+   kernels have ended: that the peer has all bytes says less. */
 static bool open_rings(session *s, int64_t chunk_bytes)
 {
-    bool right = true;
+    handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms);
+    for (int k = 0; k < s->o->lanes; k++)
+        CU(cudaStreamSynchronize(s->nccl[k]));
+    bool right = guard_end(s);
     for (int k = 0; k < s->o->lanes && right; k++) {
         kvprim_ring_desc d;
         memset(&d, 0, sizeof d);

@@ -66,6 +66,21 @@ static pair walk_next(const session *s, const ask *a, chunk_walk *w, int64_t ste
     return p;
 }
 
+/* The bytes of a request's largest chunk. Slots have no more: what joins is sent with what chunks leave of their slots,
+   and chunks may be half as long as they were allowed to be. */
+static int64_t largest_chunk(const session *s, const ask *a)
+{
+    handover_chunk chunk;
+    chunk_walk walk;
+    size_t most = 0;
+    walk_begin(s, a, &walk);
+    while (walk.number < walk.total) {
+        (void)walk_next(s, a, &walk, 1, &chunk);
+        most = chunk.bytes > most ? chunk.bytes : most;
+    }
+    return (int64_t)most;
+}
+
 /* A walk along the chunks of each lane. */
 static void walk_lanes(const session *s, const ask *a, chunk_walk *walks)
 {
@@ -258,6 +273,9 @@ static bool receive_chunks(session *s, const ask *a, incoming *in, int64_t numbe
     void *slot;
     if (number != walk->number || n < 1 || n > most_joined || number + (n - 1) * s->o->lanes >= walk->total)
         return lose(s, "the peer announced chunks out of turn");
+    const int64_t before = number / s->o->lanes; /* of this lane */
+    if (before + n > in->taken[lane] + s->o->slots || before % s->o->slots + n > s->o->slots)
+        return lose(s, "the peer announced chunks for slots that are not free, or do not follow each other");
     for (int64_t k = 0; k < n; k++)
         pairs[k] = walk_next(s, a, walk, s->o->lanes, recent(s, in, number + k * s->o->lanes));
     const handover_chunk *const last = recent(s, in, number + (n - 1) * s->o->lanes);
@@ -319,7 +337,7 @@ static bool receive_by_ring(session *s, const ask *a)
     incoming *const in = &state;
     handover_message m;
     incoming_begin(s, a, in);
-    if (!open_rings(s, a->chunk_bytes) || !tell(s, say_ready, 0, 0, 0))
+    if (!open_rings(s, largest_chunk(s, a)) || !tell(s, say_ready, 0, 0, 0))
         return false;
     in->begun_us = handover_now_us();
     while (in->announced_end < 0 || in->all_taken < in->announced_end) {
@@ -385,7 +403,7 @@ static bool transfer(session *s, const ask *a, int64_t cancel_at, outcome *out)
 {
     handover_message m;
     const int64_t pages = a->way == way_straight ? (a->tokens - 1) / s->to[0].page_rows + 1 : 0;
-    if ((a->way == way_ring && !open_rings(s, a->chunk_bytes)) || !tell_bytes(s, say_request, 0, a, sizeof *a) ||
+    if ((a->way == way_ring && !open_rings(s, largest_chunk(s, a))) || !tell_bytes(s, say_request, 0, a, sizeof *a) ||
         !expect(s, say_ready, &m, (size_t)pages * sizeof *s->peer_pages))
         return false;
     const int64_t begun_us = handover_now_us();

@@ -997,7 +997,8 @@ static void test_format_errors_of_transfers(void)
     CHECK_ERROR(kvprim_gather(&g), KVPRIM_ERROR_ARGUMENT, "kvprim_gather: src.format is set, but dst.format is NULL");
 }
 
-/* Swizzled scales of 2 heads in pages of 8 rows lie where the definition says, and a gather finds them. A row's scales are among those of four rows, of which a store uses all. */
+/* Swizzled scales of 2 heads in pages of 8 rows lie where the definition says, and a gather finds them. A row's scales
+   are among those of four rows, of which a store uses all. */
 static void test_swizzled(void)
 {
     enum { rows = 24, page = 8, heads = 2, tiles = 8, of_row = heads * tiles * 16 };

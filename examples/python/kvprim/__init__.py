@@ -20,7 +20,8 @@ Rules that hold for every operator here
                float8_e4m3fn. cache_dtype says what a cache of uint8 holds:
                    "fp8" or "fp8_e4m3", "fp8_e5m2", "int8"
                    "fp4_e2m1", "int4"      two elements in a byte, so that the last dimension is half as long
-                   "fp4_e2m1_swizzled"     the same with V's scales, or what a gather reads, as kernels for sm_100 do
+                   "fp4_e2m1_swizzled"     the same, scales swizzled as kernels for sm_100 read V's: in a store V's
+                                           alone, in a gather those of src
                    "fp8_per_token_head", "int8_per_token_head"     with a scale cache; the least scale is 1e-6
                    "fp8_ds_mla", "fp8_ds_mla_sglang" [.., 656], "fp8_ds_mla_v4" [.., 584], "fp8_ds_mla_v41" [.., 528],
                    "fp8_indexer", "fp8_indexer_ue8m0" [.., 132]
@@ -32,7 +33,7 @@ Rules that hold for every operator here
                elements of 4 bits it may be of float8_e4m3fn or float16, too, and k_scale, v_scale and tensor_scale
                multiply all of it: NVFP4 is "fp4_e2m1", float8_e4m3fn for each 16 elements, and these. Its scales may
                lie in heads, too: packed [pages, heads, page, tiles of a head], with "NHD" a permuted view of that.
-               Swizzled scales do.
+               Swizzled scales must.
     Device     All tensors lie on one GPU, or all on the CPU, where kvprim's host functions do the same. transfer, copy
                and unpack also take pinned tensors beside those of a GPU, and transfer index lists of the CPU.
     Errors     RuntimeError, which names the argument; nothing has been written. What kvprim refuses has
