@@ -5,7 +5,8 @@
 
 "Commits behind" counts those that changed one of a result's headers after the newest commit that has all its checksums;
 changes that are not committed count as one more. Exits with 1 if a result of the present headers holds a failure.
-tests/results/same_code has pairs of a header's checksums whose machine code is the same, and how that was seen.
+tests/results/same_code has pairs of a header's checksums whose kernels are the same, how that was seen, and what of the
+host's code is not.
 """
 import glob
 import hashlib
@@ -41,7 +42,7 @@ def present():
 
 
 def same_code():
-    """Returns the pairs of checksums (a result's, the present header's) whose machine code is the same."""
+    """Returns the pairs of checksums (a result's, the present header's) whose kernels are the same."""
     return set(re.findall('^([0-9a-f]{64}) ([0-9a-f]{64})$', read('same_code'), re.M)) if os.path.exists(
         RESULTS + 'same_code') else set()
 
@@ -110,7 +111,7 @@ def table():
             row = 'other ' + ', '.join(differ), behind(sums_of(read(name)), known)
         else:
             text = any(digest != present().get(header) for header, digest in sums_of(read(name)).items())
-            row = 'these' + ', of other text' * text, '0' + ', FAIL: not all passed' * failed(name)
+            row = 'these' + ' kernels, of other text' * text, '0' + ', FAIL: not all passed' * failed(name)
         lines.append(FORM % ((name,) + row))
     return lines
 

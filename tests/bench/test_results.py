@@ -72,7 +72,7 @@ def table():
           found['now_test.txt'] == 'other kvprim.h 1', found)
     write('tests/results/same_code', ' '.join(sums(h=h).split()[0] for h in ('h3', 'h4')) + '\n')
     found, code = rows()
-    check('a text of the same machine code', found['now_test.txt'] == 'these, of other text 0' and
+    check('a text of the same kernels', found['now_test.txt'] == 'these kernels, of other text 0' and
           found['second.txt'] == 'other kvprim.h 2', found)
     os.remove('tests/results/same_code')
     write('kvprim.h', 'h3')
