@@ -76,7 +76,8 @@ ARGS ?=
 FUZZ_SECONDS ?=
 DEVICE ?=
 
-ifneq ($(and $(findstring command,$(origin CUDA_HOME)),$(CUDA_HOME)),)
+ifneq ($(and $(findstring command,$(origin CUDA_HOME)),$(CUDA_HOME),$(findstring undefined,$(origin NVCC)),\
+    $(filter-out clean help,$(or $(MAKECMDGOALS),help))),)
 $(if $(wildcard $(CUDA_HOME)/bin/nvcc),,$(error CUDA_HOME=$(CUDA_HOME): no bin/nvcc there (make takes no spaces)))
 endif
 # Searched for only if a target uses them.
@@ -422,7 +423,7 @@ build/libkvprim_host.so: kvprim.h build/flags
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(NVCC) $(CUDA_ARCH) $(LDFLAGS)
 build/flags: FORCE
 	@mkdir -p build
-	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
+	@[ "$$(cat $@ 2>/dev/null)" = $(call quoted,$(FLAGS)) ] || echo $(call quoted,$(FLAGS)) >$@
 
 build/01_rows build/18_step build/21_keys: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)

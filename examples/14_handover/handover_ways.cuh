@@ -118,7 +118,7 @@ static void die_if_due(session *s)
 /* ---- the ring: the prefill side ---- */
 
 /* Chunks that join have joined_bytes at most, and a quarter of all slots: so four messages may be under way, and the
-   link and both sides always have one. Of half the slots, 8 MB took 1.2 times as long on one lane (two H200s). */
+   link and both sides always have one. With two at once, chunks of 8 MB took 1.2 times as long on one lane (H200). */
 enum { joined_bytes = 16 << 20, most_joined = 4 };
 
 static int64_t joined_chunks(const session *s)
