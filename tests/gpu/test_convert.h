@@ -920,12 +920,12 @@ static void convert_scale_heads(arena *a)
                 c.rows = c.count + 4;
                 run_convert(a, &c);
             }
-    for (n = 0; n < 5; n++) { /* the last: heads of rows alone */
+    for (n = 0; n < 5; n++) { /* whose threads take several tiles: rows in heads, too, or not; the last: rows alone */
         convert_case c = convert_case_of(n, KVPRIM_F4E2M1, KVPRIM_BF16, KVPRIM_SCALE_TILE);
         c.form = CONVERT_STORE, c.v = n / 2 ? V_CONVERTS : NO_V, c.tile = 16, c.elements = 1024;
-        c.dst = {n % 2 ? 4u : 11u, 0}, c.src = {0, 0}, c.where = OWN_MEMORY;
-        c.is_e8m0 = false, c.scales = KVPRIM_F8E4M3, c.scale_heads = n < 4 ? 8 : 1, c.swizzled = n % 2 == 0;
-        c.count = (n / 2 ? 20 : 36) * int64_t(kvpc_multiprocessors()), c.rows = c.count + 4;
+        c.dst = {n % 2 ? 4u : 8u, 0}, c.src = {0, 0}, c.where = OWN_MEMORY;
+        c.is_e8m0 = false, c.scales = KVPRIM_F8E4M3, c.scale_heads = n % 2 ? 8 : n < 4 ? 4 : 1;
+        c.swizzled = n % 2 == 0, c.count = 36 * int64_t(kvpc_multiprocessors()), c.rows = c.count + 4;
         run_convert(a, &c);
     }
 }
