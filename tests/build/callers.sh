@@ -432,7 +432,7 @@ named_architectures()
 # missing_homes: a CUDA_HOME without nvcc is an error, and `make lib` says what it leaves out without NCCL.
 missing_homes()
 {
-    MAKEFLAGS= make -n CUDA_HOME=/none lib 2>&1 | grep 'CUDA_HOME=/none: no bin/nvcc there' &&
+    MAKEFLAGS= env -u NVCC make -n CUDA_HOME=/none lib 2>&1 | grep 'CUDA_HOME=/none: no bin/nvcc there' &&
         MAKEFLAGS= env -u NCCL_INCLUDE -u NCCL_LIBRARY make -n NVCC=nvcc NCCL_HOME=/none lib |
         grep "skip libkvprim_nccl.so: no nccl.h or no libnccl.so.2"
 }
