@@ -49,7 +49,7 @@ static const char handover_address[] = "HOST:PORT";
    sends while the first one is between two chunks: 0.97 with 64 MB, 0.92 with 32; four lanes of 32 MB reach 0.98.
    An ncclSend for each 4 MB takes 22 us, for each 8 MB 34, whatever lanes there are. So chunks of up to 8 MB join where
    there are slots enough (see handover_ways.cuh): on two lanes those of 4 and of 8 MB take 18 and 26 us, 0.63 and 0.91
-   of one ncclSend; one lane of 4 slots joins none, and 4 MB reach 0.37.
+   of one ncclSend; one lane of 4 slots joins none, and 4 MB reach 0.34.
    A chunk's deadline counts from its call, when the chunks before it are still under way: 8 slots of 64 MB would take
    4.6 of their 5 s on Gigabit Ethernet. Over sockets 1 MB to 16 MB are all the same: 1.0 of one ncclSend on one lane,
    1.5 to 1.6 on two, which have twice the sockets. */

@@ -62,7 +62,7 @@ typedef struct pair {
 
 struct session;
 
-/* What a program adds that has other ways, too (tests/bench/bench_handover.cu). All return false: the peer is gone. */
+/* What a program adds that has other ways (tests/bench/bench_handover.cu). All return false if the peer is gone. */
 typedef struct other_ways {
     int32_t end;                            /* they are numbered from `ways` to end - 1 */
     bool (*open)(session *s);               /* when a session has begun */

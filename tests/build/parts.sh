@@ -365,7 +365,7 @@ fuzzers()
     cc='clang -fsanitize=fuzzer'
     cell 'implementation for fuzzers' $cc -I. -std=c11 $address -c $units/implemented.c -o "$build/implementation.o"
     # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program fails whose inputs stay short or lead nowhere.
-    # Each ends after so many inputs, which are the same on any machine, however busy: some seconds of a processor.
+    # Each ends after so many inputs, however busy the machine is: some seconds of a processor.
     for fuzzer in prefix:80:200000 moves:600:40000 convert:600:2000 slots:600:100000 unpack:400:20000 fetch:60:6000 \
         keys:600:7000 trace:600:16000; do
         name=${fuzzer%%:*} by_name="$build/fuzz_${fuzzer%%:*}" limit=-runs=${fuzzer##*:} longest=${fuzzer#*:}
