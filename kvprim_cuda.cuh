@@ -1399,9 +1399,10 @@ KVPRIM_DEVICE float kvpc_divide_exactly(float a, float b)
     KVPRIM_OPERATION("div.rn.f32 %0, %1, %2;", a, b, kvpi_quotient(a, b));
 }
 
-KVPRIM_DEVICE float kvpc_reciprocal(float a)
+/* 1 / a, within a unit of the last place; of 0 infinity, and of infinity 0. */
+KVPRIM_DEVICE float kvpc_near_reciprocal(float a)
 {
-    KVPRIM_OPERATION("rcp.rn.f32 %0, %1;", a, a, kvpi_quotient(1, a));
+    KVPRIM_OPERATION("rcp.approx.ftz.f32 %0, %1;", a, a, kvpi_quotient(1, a));
 }
 
 /* The larger of a and |b|; a if b is NaN. */
@@ -1418,12 +1419,6 @@ KVPRIM_DEVICE float kvpc_min_magnitude(float a, float b)
     KVPRIM_OPERATION("{.reg .f32 m; abs.f32 m, %2; min.f32 %0, %1, m;}", a, b, );
 }
 
-/* 1 / a, within a unit of the last place; of 0 infinity, and of infinity 0. */
-KVPRIM_DEVICE float kvpc_near_reciprocal(float a)
-{
-    KVPRIM_OPERATION("rcp.approx.ftz.f32 %0, %1;", a, a, );
-}
-
 /* a * b + c, rounded once. */
 KVPRIM_DEVICE float kvpc_fma(float a, float b, float c)
 {
@@ -1432,6 +1427,28 @@ KVPRIM_DEVICE float kvpc_fma(float a, float b, float c)
     return d;
 }
 #endif
+
+/* 1 for scales that are not from 2^-64 to 2^84: kvpc_apply_reciprocal cannot take them. */
+KVPRIM_DEVICE uint32_t kvpc_is_unusual(float scale)
+{
+    return kvpi_bits_of(scale) - 0x1f800000 >= 0x69800000 - 0x1f800000;
+}
+
+KVPRIM_DEVICE float kvpc_reciprocal(float a)
+{
+    KVPRIM_OPERATION("rcp.rn.f32 %0, %1;", a, a, kvpi_quotient(1, a));
+}
+
+/* The same of a usual number, in the compiler's steps without its test for others. */
+KVPRIM_DEVICE float kvpc_usual_reciprocal(float a)
+{
+#ifdef __CUDA_ARCH__
+    const float r = kvpc_near_reciprocal(a);
+    return kvpc_fma(kvpc_fma(-a, r, 1), r, r);
+#else
+    return kvpi_quotient(1, a);
+#endif
+}
 
 /* What divides elements by a scale that many of them share, or multiplies them by it. */
 typedef struct kvpc_factor {
@@ -1473,21 +1490,15 @@ KVPRIM_DEVICE kvpc_factor kvpc_over(float scale)
     return f;
 }
 
-/* Divides n numbers of 11 bits by a scale that is usual (see kvpc_is_unusual), or multiplies n finite ones. */
+/* Divides n numbers of 11 bits by a scale that is usual (see kvpc_is_unusual). */
 template <uint32_t n> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
 {
     for (uint32_t k = 0; k < n; k++)
 #ifdef __CUDA_ARCH__
         x[k] = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
 #else
-        x[k] = f.divides ? kvpi_quotient(x[k], f.scale) : kvpi_product(x[k], f.high);
+        x[k] = kvpi_quotient(x[k], f.scale);
 #endif
-}
-
-/* 1 for scales that kvpc_apply_reciprocal cannot take, not from 2^-64 to 2^84. */
-KVPRIM_DEVICE uint32_t kvpc_is_unusual(float scale)
-{
-    return kvpi_bits_of(scale) - 0x1f800000 >= 0x69800000 - 0x1f800000;
 }
 
 typedef struct kvpc_octet {
@@ -1684,13 +1695,29 @@ KVPRIM_DEVICE float kvpc_load_tensor(uint64_t address)
     return address ? kvpc_load_f32(address) : 1;
 }
 
-/* Scales beside elements of 4 bits, of any type that >>format knows: the bits of one, and what they mean. */
-KVPRIM_DEVICE uint32_t kvpc_load_any_scale(uint64_t address, kvprim_dtype type)
+/* Scales beside elements of 4 bits, of any type that >>format knows: the bytes of one, its bits (0 of 0 bytes), and what
+   they mean. */
+KVPRIM_DEVICE uint32_t kvpc_bytes_of_scale(kvprim_dtype type)
 {
-    const char *const at = kvpc_global(address);
-    return type == KVPRIM_F32   ? *(const uint32_t *)at
-           : type == KVPRIM_F16 ? *(const uint16_t *)at
-                                : *(const uint8_t *)at;
+    return type == KVPRIM_F32 ? 4 : type == KVPRIM_F16 ? 2 : 1;
+}
+
+KVPRIM_DEVICE uint32_t kvpc_load_any_scale(uint64_t address, uint32_t bytes)
+{
+#ifdef __CUDA_ARCH__ /* without branches, which loads after it would wait for */
+    uint32_t code;
+    asm volatile("{.reg .pred word, half, byte; setp.eq.u32 word, %2, 4; setp.eq.u32 half, %2, 2; "
+                 "setp.eq.u32 byte, %2, 1; mov.u32 %0, 0; @word ld.global.u32 %0, [%1]; @half ld.global.u16 %0, [%1]; "
+                 "@byte ld.global.u8 %0, [%1];}"
+                 : "=&r"(code)
+                 : "l"(address), "r"(bytes));
+    return code;
+#else
+    return bytes == 4   ? *(const uint32_t *)kvpc_global(address)
+           : bytes == 2 ? *(const uint16_t *)kvpc_global(address)
+           : bytes      ? *(const uint8_t *)kvpc_global(address)
+                        : 0;
+#endif
 }
 
 KVPRIM_DEVICE float kvpc_any_scale_of(uint32_t code, kvprim_dtype type)
@@ -1733,13 +1760,17 @@ KVPRIM_DEVICE kvpc_any_scale kvpc_compute_any_scale(float largest, float by, flo
     return s;
 }
 
-/* The larger magnitudes of two words of fp16 or bf16, element by element, with any signs; NaN does not count beside a
-   number. */
-template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_most(uint32_t a, uint32_t b)
+/* The larger magnitudes of two words of fp16 or bf16, element by element, with any signs. Beside a number NaN does not
+   count, or with `nans` is the larger one. */
+template <kvprim_dtype type, bool nans = false> KVPRIM_DEVICE uint32_t kvpc_most(uint32_t a, uint32_t b)
 {
     uint32_t most = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-    if (type == KVPRIM_BF16)
+    if (type == KVPRIM_BF16 && nans)
+        asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else if (type == KVPRIM_F16 && nans)
+        asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else if (type == KVPRIM_BF16)
         asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
     else if (type == KVPRIM_F16)
         asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
@@ -1748,10 +1779,27 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_most(uint32_t a, uint32
         for (uint32_t shift = 0; shift < 32; shift += 16) {
             const uint32_t infinity = type == KVPRIM_F16 ? 0x7c00 : 0x7f80;
             const uint32_t x = a >> shift & 0x7fff, y = b >> shift & 0x7fff;
-            const uint32_t left = x > infinity ? 0 : x, right = y > infinity ? 0 : y;
+            const uint32_t left = x > infinity && !nans ? 0 : x, right = y > infinity && !nans ? 0 : y;
             most |= (left > right ? left : right) << shift;
         }
     return most;
+}
+
+/* The same of all elements of octets. */
+template <kvprim_dtype type, uint32_t n, bool nans> KVPRIM_DEVICE uint32_t kvpc_most_in(const uint4 *v)
+{
+    uint32_t most = 0;
+    for (uint32_t k = 0; k < n; k++) {
+        const uint32_t x = kvpc_most<type, nans>(v[k].x, v[k].y), z = kvpc_most<type, nans>(v[k].z, v[k].w);
+        most = k ? kvpc_most<type, nans>(most, kvpc_most<type, nans>(x, z)) : kvpc_most<type, nans>(x, z);
+    }
+    return most;
+}
+
+/* Whether there are NaNs, by what kvpc_most with `nans` gives. */
+template <kvprim_dtype type> KVPRIM_DEVICE bool kvpc_has_nans(uint32_t most)
+{
+    return (((most & 0x7fff7fff) + (type == KVPRIM_F16 ? 0x03ff03ff : 0x007f007f)) & 0x80008000) != 0; /* > infinity */
 }
 
 /* The largest of them. */
@@ -1769,18 +1817,28 @@ template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_most_of(uint32_t most)
    fp16 or bf16. An octet is 8 elements: a word of 16 bytes there, 8 bytes on the quantised side, or 4 of F4E2M1. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* K, V, or a half of the octets of K's rows. */
+/* K, V, or a half of the octets of K's rows: 64 bytes, a line of the constant cache (see kvpc_convert). */
 typedef struct kvpc_route {
     uint64_t dst;
     uint64_t scales; /* of the first octet's tile; 0: there are none, all are 1 */
+    uint64_t tensor; /* of 4 bits: where the tensor's scale lies, or 0 */
     uint32_t dst_stride;
     uint32_t page, head;            /* see kvpc_steps */
     uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
     uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
-    uint32_t octet;                 /* the number of the first octet in the row */
-    uint32_t octets;
-    uint32_t edges; /* bytes of a row whose edges are fetched first, or 0 */
-    uint32_t how;   /* of few tiles: kvpc_convert's; octet, octets and edges are then the bits of `limits` */
+    uint32_t how;                   /* of few tiles: kvpc_convert's */
+    union {                         /* the second one of each is of stores that compute scales */
+        uint32_t octet;             /* the number of the first octet in the row */
+        float least;                /* the smallest scale */
+    };
+    union {
+        uint32_t octets;
+        float largest; /* the type's largest value */
+    };
+    union {
+        uint32_t edges; /* bytes of a row whose edges are fetched first, or 0 */
+        float inverse;  /* of `largest` */
+    };
 } kvpc_route;
 
 /* How plain rows convert. The lowest bits are a kvpc_dependence: what is in a register since the kernel's begin does
@@ -1793,8 +1851,16 @@ enum {
     kvpc_by_fours = 32, /* octets of the quantised side are at multiples of 4, not 8 */
     kvpc_power_of_two = 64,
     kvpc_wide_index = 128,
-    kvpc_scales_shift = 8 /* from this bit on: the type of the scales, beside F4E2M1 */
+    kvpc_has_heads = 256,   /* scales have heads: see kvpc_order_scale */
+    kvpc_has_edges = 512,   /* see kvpc_convert_tiles */
+    kvpc_scales_shift = 10, /* these 6 bits: the type of the scales, beside F4E2M1 */
+    kvpc_rounds_shift = 16  /* of 4 bits, from this bit on: tiles of a row that a thread takes part in */
 };
+
+KVPRIM_DEVICE kvprim_dtype kvpc_scales_of(uint32_t how)
+{
+    return (kvprim_dtype)(how >> kvpc_scales_shift & 63);
+}
 
 /* What the kernels convert to and from. */
 enum { kvpc_8_bits, kvpc_int8, kvpc_4_bits };
@@ -1827,16 +1893,13 @@ typedef struct kvpc_convert {
    to v_words V; src[1] and src_stride[1] are then differences, V's less K's. 1 to 64 rows so take 0.87 of the time
    (H200). */
 typedef struct kvpc_convert_tiles : kvpc_convert {
-    float limits[3];             /* the smallest scale, the type's largest value, and that one's reciprocal */
     uint32_t edges, scale_edges; /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     uint32_t edge_lanes;         /* a mask: the threads of a row that do so; `edges` are then those of a head */
-    /* of 4 bits: tiles of a row that a thread takes part in; from one to the next: tiles, heads, bytes of both sides */
-    uint32_t rounds, round_tiles, round_heads, round_src, round_dst;
+    uint32_t round_tiles, round_heads, round_dst; /* of 4 bits, from one round to the next; bytes in dst */
 } kvpc_convert_tiles;
 
 typedef struct kvpc_convert_packed : kvpc_convert_tiles {
-    uint64_t tensor[2]; /* where the tensor's scale of each route lies, or 0 */
-    /* With scale_heads: octets of a head; bytes that each head adds, and each four rows that are swizzled, by route. */
+    /* With kvpc_has_heads: octets of a head; bytes that each adds, and each four rows that are swizzled, by route. */
     kvpc_divisor32 scale_heads;
     uint32_t scale_head[2], scale_rows[2];
 } kvpc_convert_packed;
@@ -1850,16 +1913,6 @@ template <> struct kvpc_convert_params<kvpc_4_bits> {
     typedef kvpc_convert_packed plain, tiles;
 };
 
-KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert &, uint32_t)
-{
-    return 0;
-}
-
-KVPRIM_DEVICE uint64_t kvpc_tensor_of(const kvpc_convert_packed &p, uint32_t route)
-{
-    return p.tensor[route];
-}
-
 /* Where a scale lies that is at `at` without what its head and its group of rows add. */
 KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert &, uint32_t, uint64_t at, uint32_t, uint32_t)
 {
@@ -1869,7 +1922,7 @@ KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert &, uint32_t, uint64_t
 KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert_packed &p, uint32_t route, uint64_t at, uint32_t octet,
                                         uint32_t row)
 {
-    if (!p.scale_heads.magic)
+    if (!(p.how & kvpc_has_heads))
         return at;
     return kvpc_row_at(kvpc_row_at(at, kvpc_divide(octet, p.scale_heads), p.scale_head[route]), row / 4,
                        p.scale_rows[route]);
@@ -1883,13 +1936,47 @@ KVPRIM_DEVICE uint32_t kvpc_scale_head_of(const kvpc_convert &, uint32_t)
 
 KVPRIM_DEVICE uint32_t kvpc_scale_head_of(const kvpc_convert_packed &p, uint32_t route)
 {
-    return p.scale_head[route];
+    return p.how & kvpc_has_heads ? p.scale_head[route] : 0;
 }
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
 KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_convert &p, const kvpc_route &s, uint64_t at, uint32_t octet)
 {
     return kvpc_row_at(at, kvpc_divide(octet + s.octet, p.head), s.head);
+}
+
+/* The scale of a tile of E2M1. A function for the same reason as kvpc_divide_by_any_seldom. */
+KVPRIM_DEVICE_SELDOM kvpc_any_scale kvpc_compute_scale_seldom(float largest, float least, bool power_of_two,
+                                                              kvprim_dtype type, float outer)
+{
+    return kvpc_compute_any_scale(largest, 6, 1.0f / 6, least, power_of_two, type, outer);
+}
+
+/* The same in the kernels of plain rows, for `largest` of 11 bits, and quickly where the scales are
+   - E4M3. estimate: about 1 / (6 outer), or 0 if it cannot be used. `largest` times it is within 2^-20 of what the two
+     divisions give, except of quotients so small that E4M3 has 0 for them. So it decides where both its sides, 2^-19 of
+     it away, are rounded to the same code.
+   - E8M0 alone. A power of two times up to 1.5 gets a quarter of that power, as its sixth is no larger. */
+KVPRIM_DEVICE kvpc_any_scale kvpc_compute_packed_scale(float largest, uint32_t how, float least, float outer,
+                                                       float estimate)
+{
+    kvpc_any_scale s;
+    if (estimate > 0) {
+        const float quotient = kvpc_mul(largest, estimate), q = quotient > least ? quotient : least;
+        const float sides[4] = {kvpc_mul(q, 1 - 1.9073486e-6f), kvpc_mul(q, 1 + 1.9073486e-6f), 0, 0};
+        const uint32_t codes = kvpi_to_f8x4(KVPRIM_F8E4M3, sides);
+        s.code = codes & 0xff;
+        s.divisor = kvpi_tile_divisor(kvpc_mul(kvpi_of_short_scale(KVPRIM_F8E4M3, s.code), outer));
+        if (!KVPRIM_UNLIKELY(codes >> 8 != s.code))
+            return s;
+    } else if (how & kvpc_e8m0 && outer == 1) {
+        const uint32_t bits = kvpi_bits_of(kvpi_tile_largest(kvpi_bits_of(largest)));
+        const uint32_t up = (bits + 0x3fffff) & 0x7f800000, quarter = up > 0x1000000 ? up - 0x1000000 : 0;
+        s.divisor = kvpi_tile_scale(kvpi_float_of(quarter), least, 1);
+        s.code = kvpi_bits_of(s.divisor) >> 23;
+        return s;
+    }
+    return kvpc_compute_scale_seldom(largest, least, (how & kvpc_power_of_two) != 0, kvpc_scales_of(how), outer);
 }
 
 /* The address of the scale of an octet's tile, in a row whose scales begin at `row`. */
@@ -1948,21 +2035,6 @@ KVPRIM_DEVICE void kvpc_scale_octets(uint32_t how, kvpc_octet *x, const float *s
             kvpc_apply_reciprocal<8>(x[m].e, kvpc_over(scale[own_scale ? m : 0]));
 }
 
-/* Adds the words of elements, so that the sum is infinite or NaN if one is. */
-template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_add_words(uint32_t sum, const uint32_t *w)
-{
-    for (uint32_t k = 0; k < 4; k++)
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-        if (type == KVPRIM_BF16)
-            asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(w[k]), "r"(0x3f803f80)); /* times 1 */
-        else
-            asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(w[k]), "r"(0x3c003c00));
-#else
-        sum |= w[k] | 0x7fff; /* may be one */
-#endif
-    return sum;
-}
-
 /* Scales, rounds and stores octets. */
 template <kvprim_dtype from, int kind, uint32_t octets, bool own_scale>
 KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint64_t *dst, const uint4 *v,
@@ -2003,44 +2075,34 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
             kvpc_store_octet(how, dst[m], uint2{out[m][0], out[m][1]});
 }
 
-/* Scales an octet and rounds it to E2M1. rare: the scale may be unusual, or an element infinite or NaN. */
+/* Two octets of E2M1 with one scale, in any way. A function for the same reason as kvpc_divide_by_any_seldom. */
 template <kvprim_dtype from>
-KVPRIM_DEVICE uint32_t kvpc_pack_octet(uint4 v, const kvpc_factor &f, bool rare, uint32_t *nans)
+KVPRIM_DEVICE_SELDOM uint2 kvpc_pack_seldom(uint32_t how, uint4 a, uint4 b, float scale, uint32_t *nans_at)
 {
-    const uint32_t in[4] = {v.x, v.y, v.z, v.w};
-    kvpc_octet x;
-    kvpc_decode<from, 8>(x.e, in);
-    if (!rare)
-        kvpc_apply_reciprocal<8>(x.e, f);
-    else if (f.divides)
-        x = kvpc_divide_by_any(x, f.scale);
-    else
-        kvpc_apply<8>(x.e, f);
-    if (rare)
-        *nans += kvpc_clear_nans<8>(x.e);
-    return kvpc_encode_word<KVPRIM_F4E2M1>(x.e);
+    const uint32_t in[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    kvpc_octet x[2];
+    kvpc_decode<from, 8>(x[0].e, in);
+    kvpc_decode<from, 8>(x[1].e, in + 4);
+    kvpc_scale_octets<2, false>(how, x, &scale);
+    const uint32_t nans = kvpc_clear_nans<8>(x[0].e) + kvpc_clear_nans<8>(x[1].e);
+    if (nans && nans_at)
+        atomicAdd(nans_at, nans);
+    return uint2{kvpc_encode_word<KVPRIM_F4E2M1>(x[0].e), kvpc_encode_word<KVPRIM_F4E2M1>(x[1].e)};
 }
 
-/* The two octets of a thread, one after the other, which takes few registers. */
-template <kvprim_dtype from>
-KVPRIM_DEVICE uint2 kvpc_pack_octets(uint32_t how, uint32_t *nans_at, const uint4 *v, float scale, bool stores)
+/* The same of numbers that a usual scale multiplies, one octet after the other, which takes few registers. */
+template <kvprim_dtype from> KVPRIM_DEVICE uint2 kvpc_pack_octets(const uint4 *v, float scale)
 {
-    const kvpc_factor f = how & kvpc_divides ? kvpc_over(scale) : kvpc_times(kvpc_reciprocal(scale));
-    const uint32_t a[4] = {v[0].x, v[0].y, v[0].z, v[0].w}, b[4] = {v[1].x, v[1].y, v[1].z, v[1].w};
-    float sum[2] = {0, 0};
-    uint32_t nans = 0;
-    uint2 out = {0, 0};
-    kvpc_decode_word<from>(sum, kvpc_add_words<from>(kvpc_add_words<from>(0, a), b));
-    if (!KVPRIM_UNLIKELY((~kvpi_bits_of(sum[0] + sum[1]) & 0x7f800000) == 0 || kvpc_is_unusual(scale)))
-        return uint2{kvpc_pack_octet<from>(v[0], f, false, &nans), kvpc_pack_octet<from>(v[1], f, false, &nans)};
-#ifdef __CUDA_ARCH__
-#pragma unroll 1
-#endif
-    for (uint32_t m = 0; m < 2; m++)
-        out.x = out.y, out.y = kvpc_pack_octet<from>(m ? v[1] : v[0], f, true, &nans);
-    if (nans && nans_at && stores)
-        atomicAdd(nans_at, nans);
-    return out;
+    const kvpc_factor factor = kvpc_times(kvpc_usual_reciprocal(scale));
+    uint32_t out[2];
+    for (uint32_t m = 0; m < 2; m++) {
+        const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
+        float x[8];
+        kvpc_decode<from, 8>(x, in);
+        kvpc_apply<8>(x, factor);
+        out[m] = kvpc_encode_word<KVPRIM_F4E2M1>(x);
+    }
+    return uint2{out[0], out[1]};
 }
 
 /* >>impl_convert_kernels ------------------------------------------------------------------------------------------- */
@@ -2122,8 +2184,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint32_t code[loads]; /* of scales beside F4E2M1 */
     for (uint32_t k = 0; k < loads; k++)
         scale[k] = 1, code[k] = 0;
-    const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
-    const float outer = kvpc_load_tensor(kvpc_tensor_of(p, 0));
+    const kvprim_dtype scales = kvpc_scales_of(how);
+    const uint32_t scale_bytes = kvpc_bytes_of_scale(scales);
+    const float outer = kind == kvpc_4_bits ? kvpc_load_tensor(s.tensor) : 1;
     if (kind != kvpc_4_bits && s.scales && !s.scale_row)
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.octets)
@@ -2151,16 +2214,19 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (copies && x.inside)
         copied =
             kvpc_load16(kvpc_row_at(kvpc_row_at(p.src[1] + 16 * word, x.row, p.src_stride[1]), page, p.route[1].page));
-    if (s.scale_row && x.inside) {
+    if (kind == kvpc_4_bits || (s.scale_row && x.inside)) {
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
-        for (uint32_t k = 0; k < loads; k++)
-            if (kind == kvpc_4_bits && first + k * step < p.octets)
-                code[k] = kvpc_load_any_scale(
-                    kvpc_order_scale(p, 0, kvpc_tile_at(p, s, row, first + k * step), first + k * step, x.row), scales);
-            else if (first + k * step < p.octets)
-                scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, first + k * step), (how & kvpc_e8m0) != 0);
+        for (uint32_t k = 0; k < loads; k++) {
+            const uint32_t octet = first + k * step;
+            const bool has = octet < p.octets;
+            if (kind == kvpc_4_bits)
+                code[k] = kvpc_load_any_scale(kvpc_order_scale(p, 0, kvpc_tile_at(p, s, row, octet), octet, x.row),
+                                              has && x.inside ? scale_bytes : 0);
+            else if (has)
+                scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, octet), (how & kvpc_e8m0) != 0);
+        }
     }
-    if (dependence != kvpc_alone && loads == 1)
+    if (dependence != kvpc_alone && (loads == 1 || dependence == kvpc_trigger_first))
         kvpc_pdl_trigger();
     const uint64_t dst = kvpc_row_at(s.dst + at, i, s.dst_stride);
     for (uint32_t k = 0; k < loads; k++) {
@@ -2183,7 +2249,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     }
     if (copies)
         kvpc_store16(kvpc_row_at(p.route[1].dst + 16 * word, i, p.route[1].dst_stride), copied);
-    if (dependence != kvpc_alone && loads > 1)
+    if (dependence == kvpc_trigger_late && loads > 1)
         kvpc_pdl_trigger();
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
@@ -2209,19 +2275,12 @@ template <kvprim_dtype from, bool few> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(
 /* Scales a thread's octets of a tile by what its largest magnitudes, `most`, say, and stores them `apart` octets from
    each other. The thread that `begins` the tile stores the scale: of few tiles before the octets, which is sooner. */
 template <kvprim_dtype from, int kind, uint32_t loads>
-KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const float *limits, uint32_t how, const uint4 *v,
-                                   uint32_t most, float outer, uint64_t dst, uint32_t apart, const bool *has,
-                                   uint64_t scale_at, bool inside, bool begins)
+KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const kvpc_route &s, uint32_t how, const uint4 *v,
+                                   uint32_t most, uint64_t dst, uint32_t apart, const bool *has, uint64_t scale_at,
+                                   bool inside, bool begins)
 {
-    const float least = limits[0], largest = limits[1], inverse = limits[2];
-    const kvprim_dtype scales = (kvprim_dtype)(how >> kvpc_scales_shift);
-    kvpc_any_scale computed = {0, 0};
-    if (kind == kvpc_4_bits)
-        computed = kvpc_compute_any_scale(kvpc_most_of<from>(most), largest, inverse, least,
-                                          (how & kvpc_power_of_two) != 0, scales, outer);
-    const float scale = kind == kvpc_4_bits ? computed.divisor
-                                            : kvpc_tile_scale(kvpc_most_of<from>(most), largest, inverse, least,
-                                                              (how & kvpc_power_of_two) != 0);
+    const float scale =
+        kvpc_tile_scale(kvpc_most_of<from>(most), s.largest, s.inverse, s.least, (how & kvpc_power_of_two) != 0);
     uint64_t to[loads];
     bool stores[loads];
     for (uint32_t k = 0; k < loads; k++) {
@@ -2230,16 +2289,74 @@ KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const float *limits, u
     }
     if (loads == 1 && inside && begins)
         kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
-    if (kind == kvpc_4_bits) { /* two octets follow each other */
-        const uint2 out = kvpc_pack_octets<from>(how, p.nans, v, scale, inside);
-        if (inside)
-            kvpc_store_octet(how, dst, out);
-    } else
-        kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
-    if (inside && begins && kind == kvpc_4_bits)
-        kvpc_store_any_scale(scale_at, computed.code, scales);
-    else if (loads > 1 && inside && begins)
+    kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
+    if (loads > 1 && inside && begins)
         kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
+}
+
+/* Stores a tile of 4 bits, of which this thread has two octets. */
+template <kvprim_dtype from>
+KVPRIM_DEVICE void kvpc_store_packed(const kvpc_convert &p, const kvpc_route &s, const uint4 *v, float outer,
+                                     float estimate, uint32_t lanes, uint64_t dst, uint64_t scale_at, bool inside,
+                                     bool begins)
+{
+    const uint32_t how = p.how;
+    uint32_t most = kvpc_most_in<from, 2, true>(v);
+    const bool nans = kvpc_has_nans<from>(most);
+    if (KVPRIM_UNLIKELY(nans))
+        most = kvpc_most_in<from, 2, false>(v);
+    most = kvpc_most_of_tile<from, true>(most, lanes);
+    const kvpc_any_scale scale = kvpc_compute_packed_scale(kvpc_most_of<from>(most), how, s.least, outer, estimate);
+    const uint2 out = KVPRIM_UNLIKELY(nans || how & kvpc_divides || kvpc_is_unusual(scale.divisor))
+                          ? kvpc_pack_seldom<from>(how, v[0], v[1], scale.divisor, inside ? p.nans : NULL)
+                          : kvpc_pack_octets<from>(v, scale.divisor);
+    if (inside)
+        kvpc_store_octet(how, dst, out);
+    if (inside && begins)
+        kvpc_store_any_scale(scale_at, scale.code, kvpc_scales_of(how));
+}
+
+/* Stores the tiles of a thread, one in each round. v: the first, from src. One round has code of its own, which does not
+   wait for the parameters of the others: 64 tokens take 0.94 of the time (H200). */
+template <kvprim_dtype from>
+KVPRIM_DEVICE void kvpc_store_rounds(const kvpc_convert_tiles &p, const kvpc_route &s, uint32_t scale_head, uint4 *v,
+                                     float outer, uint32_t lanes, uint64_t src, uint64_t dst, uint64_t scale_at,
+                                     bool inside, bool begins)
+{
+    const uint32_t how = p.how, rounds = how >> kvpc_rounds_shift;
+    const bool estimates =
+        kvpc_scales_of(how) == KVPRIM_F8E4M3 && !(how & kvpc_power_of_two) && !kvpc_is_unusual(outer);
+    const float estimate = estimates ? kvpc_mul(1.0f / 6, kvpc_near_reciprocal(outer)) : 0;
+    if (rounds == 1) {
+        kvpc_store_packed<from>(p, s, v, outer, estimate, lanes, dst, scale_at, inside, begins);
+        return;
+    }
+    const uint64_t dst_step = kvpc_row_at(p.round_dst, p.round_heads, s.head);
+    const uint64_t scale_step = kvpc_row_at(kvpc_row_at(0, p.round_tiles, s.tile), p.round_heads, scale_head);
+    KVPRIM_ROLLED
+    for (uint32_t left = rounds;; left--) {
+        uint4 next[2];
+        src += 4 * p.round_dst;
+        for (uint32_t k = 0; k < 2; k++) /* on their way while this tile is converted */
+            if (left > 1)
+                next[k] = kvpc_load16(src + 16 * k);
+        kvpc_store_packed<from>(p, s, v, outer, estimate, lanes, dst, scale_at, inside, begins);
+        if (left == 1)
+            return;
+        v[0] = next[0], v[1] = next[1];
+        dst += dst_step, scale_at += scale_step;
+    }
+}
+
+/* Fetches the edges of a row, and of its scales, if this thread is one that does so. */
+KVPRIM_DEVICE void kvpc_fetch_tile_edges(const kvpc_convert_tiles &p, uint32_t lane, uint64_t row, uint64_t scales)
+{
+    if (!KVPRIM_UNLIKELY(p.how & kvpc_has_edges && (lane & p.edge_lanes) == 0))
+        return;
+    if (p.edges)
+        kvpc_fetch_edges(row, p.edges);
+    if (p.scale_edges)
+        kvpc_fetch_edges(scales, p.scale_edges);
 }
 
 /* What a thread of the kernel below moves. first: its first octet or, if it copies, word. Threads past the last row or
@@ -2296,7 +2413,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (dependence == kvpc_trigger_late)
         kvpc_pdl_trigger();
     kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
-    uint4 v[loads], next[loads];
+    uint4 v[loads];
     bool has[loads];
     for (uint32_t k = 0; k < loads; k++) { /* without a condition, which would keep the first load waiting */
         has[k] = any && (exact || in_tile + k * lanes < p.tile_octets);
@@ -2304,13 +2421,11 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         if (exact || has[k])
             v[k] = kvpc_load16(src + (copies ? 0 : 16 * k * apart));
     }
-    const float outer = kvpc_load_tensor(kvpc_tensor_of(p, second));
+    const float outer = kind == kvpc_4_bits ? kvpc_load_tensor(s.tensor) : 1;
     /* All that the index and the words are not needed for, while they are on their way. */
     const uint32_t flags = few ? s.how : how;
-    const float of_route[3] = {kvpi_float_of(s.octet), kvpi_float_of(s.octets), kvpi_float_of(s.edges)};
     uint64_t dst =
-        copies ? s.dst + 16 * first
-               : kvpc_row_at(s.dst + octet_bytes * first, kvpc_divide(few ? first : first + s.octet, p.head), s.head);
+        copies ? s.dst + 16 * first : kvpc_row_at(s.dst + octet_bytes * first, kvpc_divide(first, p.head), s.head);
     uint64_t scale_at = kvpc_row_at(s.scales, tile, s.tile);
     kvpc_settle(dst), kvpc_settle(scale_at);
     kvpc_apply_index_rule(p, &x);
@@ -2319,39 +2434,23 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     dst = kvpc_row_at(kvpc_row_at(dst, x.row, s.dst_stride), page, s.page);
     scale_at = kvpc_row_at(kvpc_row_at(scale_at, x.row, s.scale_row), page, s.scale_page);
     scale_at = kvpc_order_scale(p, second, scale_at, first, x.row);
-    for (uint32_t round = 1;; round++) {
-        uint32_t most = kvpc_most<from>(kvpc_most<from>(v[0].x, v[0].y), kvpc_most<from>(v[0].z, v[0].w));
-        for (uint32_t k = 1; k < loads; k++)
-            most = kvpc_most<from>(most,
-                                   kvpc_most<from>(kvpc_most<from>(v[k].x, v[k].y), kvpc_most<from>(v[k].z, v[k].w)));
-        most = kvpc_most_of_tile<from, kind == kvpc_4_bits>(most, lanes);
+    uint32_t most = 0;
+    if (kind != kvpc_4_bits) { /* of those, the threads that copy have warps of their own */
+        most = kvpc_most_of_tile<from, false>(kvpc_most_in<from, loads, false>(v), lanes);
         kvpc_settle(dst), kvpc_settle(scale_at);
-        if (copies) {
-            if (x.inside)
-                kvpc_store16(dst, v[0]);
-            return;
-        }
-        if (loads > 1 && round == 1 &&
-            KVPRIM_UNLIKELY((p.edges || p.scale_edges) && x.inside && (lane & p.edge_lanes) == 0)) {
-            if (p.edges)
-                kvpc_fetch_edges(dst, p.edges); /* of lane 0, where the row begins */
-            if (p.scale_edges)
-                kvpc_fetch_edges(scale_at, p.scale_edges);
-        }
-        const bool more = round < (kind == kvpc_4_bits ? p.rounds : 1);
-        for (uint32_t k = 0; k < loads; k++) /* on their way while this tile is converted */
-            if (more)
-                next[k] = kvpc_load16(src + round * p.round_src + 16 * k);
-        kvpc_store_tile<from, kind, loads>(p, few ? of_route : p.limits, flags, v, most, outer, dst, apart, has,
-                                           scale_at, x.inside, in_tile == 0);
-        if (!more)
-            break;
-        for (uint32_t k = 0; k < loads; k++)
-            v[k] = next[k];
-        dst = kvpc_row_at(dst + p.round_dst, p.round_heads, s.head);
-        scale_at =
-            kvpc_row_at(kvpc_row_at(scale_at, p.round_tiles, s.tile), p.round_heads, kvpc_scale_head_of(p, second));
     }
+    if (copies) {
+        if (x.inside)
+            kvpc_store16(dst, v[0]);
+        return;
+    }
+    if (!few && x.inside)
+        kvpc_fetch_tile_edges(p, lane, dst, scale_at);
+    if (kind == kvpc_4_bits)
+        kvpc_store_rounds<from>(p, s, kvpc_scale_head_of(p, second), v, outer, lanes, src, dst, scale_at, x.inside,
+                                in_tile == 0);
+    else
+        kvpc_store_tile<from, kind, loads>(p, s, flags, v, most, dst, apart, has, scale_at, x.inside, in_tile == 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p, x);
 }
@@ -3449,6 +3548,7 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_convert *p)
     const kvprim_format &f = indexed->format;
     if (f.scale)
         s.scales = f.scales ? (uintptr_t)f.scales : (uintptr_t)kvprim_side_layer(indexed, 0) + (uint64_t)f.scale_offset;
+    s.tensor = (uintptr_t)f.tensor_scale;
     s.tile = (uint32_t)f.scale_tile_stride;
     if (f.scale == KVPRIM_SCALE_TILE) {
         s.scale_row = (uint32_t)f.scale_stride;
@@ -3462,6 +3562,7 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_convert *p)
 static void kvpc_set_scale_heads(kvpc_convert_packed *p, size_t route, const kvprim_format &f)
 {
     const uint32_t tiles = (uint32_t)f.scale_stride, step = f.scale_order ? 4 : 1; /* tiles of a head */
+    p->how |= kvpc_has_heads;
     p->scale_heads = kvpc_divisor_of(p->route[route].octets / (uint32_t)f.scale_heads).narrow;
     /* steps go by heads of the table where scales have one */
     p->scale_head[route] = f.scale_heads > 1 ? (uint32_t)f.scale_tile_stride - step * tiles : 0;
@@ -3479,10 +3580,10 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     kvpc_set_index(p, indexed, m);
     p->head = kvpc_divisor_of(t->heads > 1 ? kvpi_elements_in(f.dtype, indexed->piece_bytes) / 8 : 0).narrow;
     p->tile = kvpc_divisor_of(tiles ? f.tile / 8 : 0).narrow;
-    p->how = (f.scale && !m->zero && !f.scale_inverse ? kvpc_divides : 0) | (f.dtype == KVPRIM_F8E5M2 ? kvpc_e5m2 : 0) |
-             (f.scale_dtype == KVPRIM_F8E8M0 ? kvpc_e8m0 : 0) | (kvpc_is_made_of(indexed, 8, 8) ? 0 : kvpc_by_fours) |
-             (p->index_is_i64 ? kvpc_wide_index : 0) |
-             (f.dtype == KVPRIM_F4E2M1 ? (uint32_t)f.scale_dtype << kvpc_scales_shift : 0);
+    p->how |= (f.scale && !m->zero && !f.scale_inverse ? kvpc_divides : 0) |
+              (f.dtype == KVPRIM_F8E5M2 ? kvpc_e5m2 : 0) | (f.scale_dtype == KVPRIM_F8E8M0 ? kvpc_e8m0 : 0) |
+              (kvpc_is_made_of(indexed, 8, 8) ? 0 : kvpc_by_fours) | (p->index_is_i64 ? kvpc_wide_index : 0) |
+              (f.dtype == KVPRIM_F4E2M1 ? (uint32_t)f.scale_dtype << kvpc_scales_shift : 0);
     p->nans = m->zero ? NULL : f.nans;
 }
 
@@ -3549,37 +3650,37 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
         p->scale_edges = scales;
 }
 
-/* What scales are computed by. Of few tiles, a route has it, too: its line is loaded before that is needed. */
-static void kvpc_set_tile_format(kvpc_convert_packed *p, const kvprim_format &f, bool few)
+/* What scales are computed by. */
+static void kvpc_set_tile_format(kvpc_convert_packed *p, const kvprim_format &f)
 {
-    const bool packed = f.dtype == KVPRIM_F4E2M1;
-    if (f.scale_power_of_two || p->how & kvpc_e8m0) /* of 8 bits: multiplying by its reciprocal is the same */
+    const bool packed = f.dtype == KVPRIM_F4E2M1, tensor = p->route[0].tensor || p->route[1].tensor;
+    if (f.scale_power_of_two || p->how & kvpc_e8m0) { /* multiplying by its reciprocal is the same */
         p->how |= kvpc_power_of_two | (packed ? 0 : kvpc_divides);
-    p->limits[0] = f.scale_min;
-    p->limits[1] = kvpi_largest(f.dtype);
-    p->limits[2] = 1.0f / p->limits[1];
-    for (size_t m = 0; few && m < 2; m++) {
+        p->how &= packed && !tensor ? ~(uint32_t)kvpc_divides : UINT32_MAX;
+    }
+    for (size_t m = 0; m < 2; m++) {
         kvpc_route *const s = &p->route[m];
-        s->how = p->how, s->octet = kvpi_bits_of(p->limits[0]);
-        s->octets = kvpi_bits_of(p->limits[1]), s->edges = kvpi_bits_of(p->limits[2]);
+        s->how = p->how, s->least = f.scale_min, s->largest = kvpi_largest(f.dtype), s->inverse = 1.0f / s->largest;
     }
 }
 
 /* Sets how many tiles a thread takes part in, one after the other, at most `most`. Returns the threads of a row.
    More rounds share what finding a row takes, while there are enough threads: of 65,536 rows of 1,024 elements 2, 4
-   and 8 took 0.87, 0.81 and 0.78 of the time with 380 instructions a tile, now 324. Beside V, whose threads end early,
-   2 are best (H200). */
+   and 8 took 0.87, 0.81 and 0.78 of the time with 380 instructions a tile, now 265. Beside V, whose threads end early,
+   2 are best: 1 and 4 took 1.15 and 1.07 of their time (H200). */
 static uint32_t kvpc_set_rounds(kvpc_convert_packed *p, uint32_t heads, uint32_t tables, uint32_t most)
 {
     const uint64_t enough = 1024 * (uint64_t)kvpc_multiprocessors(); /* threads */
     const uint32_t tiles = p->octets / p->tile_octets, head_tiles = heads > 1 ? tiles / heads : 0;
     uint32_t lanes = tiles << p->lanes_shift;
-    p->rounds = 1, p->round_tiles = tiles;
-    while (p->rounds < most && p->round_tiles % (head_tiles ? 2 * head_tiles : 2) == 0 &&
+    uint32_t rounds = 1;
+    p->round_tiles = tiles;
+    while (rounds < most && p->round_tiles % (head_tiles ? 2 * head_tiles : 2) == 0 &&
            (uint64_t)p->count * tables * lanes / 2 >= enough)
-        p->rounds *= 2, p->round_tiles /= 2, lanes /= 2;
+        rounds *= 2, p->round_tiles /= 2, lanes /= 2;
+    p->how |= rounds << kvpc_rounds_shift;
     p->round_heads = head_tiles ? p->round_tiles / head_tiles : 0;
-    p->round_dst = 4 * p->round_tiles * p->tile_octets, p->round_src = 4 * p->round_dst;
+    p->round_dst = 4 * p->round_tiles * p->tile_octets;
     return lanes;
 }
 
@@ -3618,11 +3719,12 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     const uint32_t loads = kvpc_octets_each(&f, bytes <= kvpc_few_bytes);
     const uint32_t block = copies && !packed ? kvpc_most_threads : kvpc_threads;
     p->tile_octets = (uint32_t)(f.tile / 8);
-    kvpc_set_tile_format(p, f, loads == 1);
+    kvpc_set_tile_format(p, f);
     while (p->lanes_shift < 5 && loads << p->lanes_shift < p->tile_octets)
         p->lanes_shift++;
     if (bytes > kvpc_few_bytes && !f.scale_heads)
         kvpc_set_tile_edges(p, &k->dst, v);
+    p->how |= p->edges || p->scale_edges ? kvpc_has_edges : 0;
     const uint32_t heads = (uint32_t)(f.scale_heads > 1 ? f.scale_heads : k->dst.table.heads);
     const uint32_t lanes = kvpc_set_rounds(p, heads, tables, !packed ? 1 : copies ? 2 : 8);
     const uint32_t threads = kvpc_shape_tiles(p, lanes, tables, block, loads == 1);
@@ -3689,7 +3791,6 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     kvpc_convert_packed p = {};
     for (size_t k = 0; k < n; k++) {
         const kvprim_side &indexed = moves[k].zero ? moves[k].src : moves[k].dst;
-        p.tensor[k] = (uintptr_t)indexed.format.tensor_scale;
         p.src[k] = (uintptr_t)kvprim_side_layer(&moves[k].src, 0);
         p.src_stride[k] = (uint32_t)moves[k].src.table.stride;
         p.route[k] = kvpc_route_of(&moves[k], &p);
@@ -4406,7 +4507,7 @@ template <bool four> KVPRIM_DEVICE kvpc_factor kvpc_read_factor(const kvpc_chang
     if (!four)
         return kvpc_factor_of(how, kvpc_load_scale(address, how.is_e8m0));
     const kvprim_dtype type = (kvprim_dtype)how.is_e8m0;
-    const float scale = kvpc_any_scale_of(kvpc_load_any_scale(address, type), type);
+    const float scale = kvpc_any_scale_of(kvpc_load_any_scale(address, kvpc_bytes_of_scale(type)), type);
     return kvpc_factor_of(how, kvpc_mul(scale, kvpc_load_tensor(how.step)));
 }
 
