@@ -700,11 +700,6 @@ KVPRIM_NCCL_DEVICE uint64_t kvpn_globaltimer_ns(void)
     return ns;
 }
 
-KVPRIM_NCCL_DEVICE void kvpn_sleep(void)
-{
-    __nanosleep(kvpn_poll_interval_ns);
-}
-
 /* Whether there are clusters of blocks and programmatic dependent launch. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 enum { kvpn_is_sm_90 = 0 };
@@ -760,7 +755,7 @@ KVPRIM_NCCL_DEVICE void kvpn_stop_rank(const kvpn_params &p, const kvpn_thread &
 KVPRIM_NCCL_DEVICE bool kvpn_keep_waiting(const kvpn_params &p, kvpn_thread &me, uint32_t rank)
 {
     if (me.polls >= kvpn_polls_per_page_check)
-        kvpn_sleep();
+        __nanosleep(kvpn_poll_interval_ns);
     if (++me.polls % kvpn_polls_per_page_check)
         return true;
     me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
