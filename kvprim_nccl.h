@@ -855,21 +855,15 @@ struct kvpn_f32 {
     enum { per_word = 1, whole = 1 };
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
-        memcpy(f, &word, 4);
+        f[0] = kvpi_float_of(word);
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
-        uint32_t word;
-        memcpy(&word, f, 4);
-        return word;
+        return kvpi_bits_of(f[0]);
     }
     KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
     {
-        float x, y;
-        split(a, &x);
-        split(b, &y);
-        x += y;
-        return join(&x);
+        return kvpi_bits_of(kvpi_float_of(a) + kvpi_float_of(b));
     }
 };
 
@@ -894,9 +888,7 @@ template <class Pair> struct kvpn_pair {
 struct kvpn_bf16 : kvpn_pair<__nv_bfloat162> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
-        const uint32_t low = word << 16, high = word & 0xffff0000u;
-        memcpy(f, &low, 4);
-        memcpy(f + 1, &high, 4);
+        f[0] = kvpi_float_of(word << 16), f[1] = kvpi_float_of(word & 0xffff0000u);
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
