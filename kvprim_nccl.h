@@ -1163,9 +1163,7 @@ template <bool aligned, int max_ranks> struct kvpn_reduction<kvpn_any<aligned>, 
     KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &p, const kvpn_thread &me)
     {
         uint32_t what = p.what | (me.turn & 0x80000000u);
-#ifndef KVPRIM_NCCL_EMULATE
         asm volatile("" : "+r"(what));
-#endif
         return what;
     }
 
