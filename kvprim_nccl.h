@@ -3666,23 +3666,6 @@ static void kvpn_load_kernels(kvpn_init_task *task)
 }
 #endif
 
-/* What kvprim_all_reduce_norm needs whether or not own kernels sum: the norm alone, loaded, and memory for sums. */
-static kvprim_status kvpn_prepare_norm(kvpn_init_task *task)
-{
-#if defined(KVPRIM_NCCL_KERNELS) && !defined(KVPRIM_NO_NORM)
-    const char *const f = "kvprim_comm_init";
-    cudaFuncAttributes attributes;
-    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_F16, 1, kvpn_norm_alone));
-    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_BF16, 1, kvpn_norm_alone));
-    (void)cudaGetLastError(); /* its launch reports it */
-    if (task->comm.world > 1)
-        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&task->comm.sums, kvpn_sums_bytes));
-#else
-    (void)task;
-#endif
-    return KVPRIM_OK;
-}
-
 /* Whether NCCL's symmetric kernels of this version may start before the kernel before them has ended. */
 static bool kvpn_nccl_starts_early(int running)
 {
@@ -3794,10 +3777,11 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
-/* Before the last exchange: the nonces of all ranks must have arrived, and what launches need is loaded. */
+/* Before the last exchange: the nonces of all ranks must have arrived, and what launches need is loaded. A norm alone and
+   memory for sums are needed whether or not own kernels sum. */
 static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
 {
-    const kvprim_comm *const comm = &task->comm;
+    kvprim_comm *const comm = &task->comm;
     uint64_t nonces[kvpn_max_world];
     if (!task->off_reason)
         KVPRIM_TRY(kvpn_copy_and_wait(comm, nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces));
@@ -3807,8 +3791,17 @@ static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
 #ifdef KVPRIM_NCCL_KERNELS
     if (!task->off_reason)
         kvpn_load_kernels(task);
+#ifndef KVPRIM_NO_NORM
+    const char *const f = "kvprim_comm_init";
+    cudaFuncAttributes attributes;
+    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_F16, 1, kvpn_norm_alone));
+    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_BF16, 1, kvpn_norm_alone));
+    (void)cudaGetLastError(); /* its launch reports it */
+    if (comm->world > 1)
+        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->sums, kvpn_sums_bytes));
 #endif
-    return kvpn_prepare_norm(task);
+#endif
+    return KVPRIM_OK;
 }
 
 /* Each step fails on all ranks or on none: the exchange after it tells all of them. */
