@@ -2852,21 +2852,6 @@ static size_t kvpi_index_align(kvprim_index_type type)
 
 enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
-/* Whether each layer starts after the one before it. The loop has no branch, so that compilers use vectors. Addresses
-   from 2^63 on count as not ascending, which only takes longer to check. */
-static int kvpi_layers_ascend(const kvprim_side *side, int32_t n)
-{
-    void *const *const layers = side->layers;
-    if (!layers)
-        return side->layer_stride > 0;
-    uint64_t less = UINT64_MAX, high = (uint64_t)(uintptr_t)layers[0];
-    for (int32_t l = 1; l < n; l++) {
-        const uint64_t before = (uint64_t)(uintptr_t)layers[l - 1], address = (uint64_t)(uintptr_t)layers[l];
-        less &= before - address, high |= address;
-    }
-    return (less & ~high) >> 63 != 0;
-}
-
 /* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
    mostly form few runs: all of K, then all of V. */
 static uint64_t *kvpi_sort(uint64_t *a, uint64_t *other, int32_t n)
@@ -2914,20 +2899,6 @@ static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
     return (int32_t)(low - sorted) + (*low < x);
 }
 
-static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64_t src)
-{
-    int32_t i = 0, j = 0;
-    while (kvpi_layer_address(&m->dst, i) != dst)
-        i++;
-    while (kvpi_layer_address(&m->src, j) != src)
-        j++;
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                       "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)%s", m->names->function,
-                       (int)i, (void *)(uintptr_t)dst, (unsigned long long)m->dst.bytes, (int)j, (void *)(uintptr_t)src,
-                       (unsigned long long)m->src.bytes,
-                       dst == src ? "; to copy rows inside one cache set same_cache" : "");
-}
-
 /* None of some layers of dst, sorted, is the same as another of them, or as a layer of dst from `later` on. */
 static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64_t *sorted, int32_t n, int32_t later)
 {
@@ -2953,8 +2924,16 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
         if (src > sorted[n - 1] + reach || sorted[0] >= src + m->src.bytes)
             continue;
         const int32_t k = kvpi_lower_bound(sorted, n, src > reach ? src - reach : 0);
-        if (sorted[k] < src || sorted[k] - src < m->src.bytes)
-            return kvpi_fail_layers(m, sorted[k], src);
+        if (sorted[k] >= src && sorted[k] - src >= m->src.bytes)
+            continue;
+        int32_t i = 0;
+        while (kvpi_layer_address(&m->dst, i) != sorted[k])
+            i++;
+        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                           "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)%s",
+                           m->names->function, (int)i, (void *)(uintptr_t)sorted[k], (unsigned long long)m->dst.bytes,
+                           (int)l, (void *)(uintptr_t)src, (unsigned long long)m->src.bytes,
+                           sorted[k] == src ? "; to copy rows inside one cache set same_cache" : "");
     }
     return KVPRIM_OK;
 }
@@ -2962,15 +2941,17 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
 /* With `apart` no layer of dst overlaps a layer of src. Otherwise none is the same as another layer of dst. */
 KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart)
 {
-    const int ascends = apart && kvpi_layers_ascend(&m->dst, m->layers);
-    uint64_t layers[kvpi_sorted_layers], merged[kvpi_sorted_layers];
+    uint64_t layers[kvpi_sorted_layers], other[kvpi_sorted_layers];
     for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
         const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
-        for (int32_t k = 0; k < n; k++) { /* if K's and V's layers alternate, every other one makes two ordered runs */
-            const int32_t at = ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
-            layers[at] = kvpi_layer_address(&m->dst, l + k);
+        int ascends = 1;
+        for (int32_t k = 0; k < n; k++) {
+            layers[k] = kvpi_layer_address(&m->dst, l + k);
+            ascends &= k == 0 || layers[k] > layers[k - 1];
         }
-        const uint64_t *const sorted = ascends ? layers : kvpi_sort(layers, merged, n);
+        for (int32_t k = 0; k < n && !ascends; k++) /* K's and V's layers may alternate: that makes two ordered runs */
+            other[k % 2 ? (n + 1) / 2 + k / 2 : k / 2] = layers[k];
+        const uint64_t *const sorted = ascends ? layers : kvpi_sort(other, layers, n);
         KVPRIM_TRY(apart ? kvpi_check_layers_apart(m, sorted, n) : kvpi_check_layers_differ(m, sorted, n, l + n));
     }
     return KVPRIM_OK;
