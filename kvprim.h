@@ -3442,8 +3442,7 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
                   name, device, name);
     side->table.data = side->layers ? side->layers[0] : NULL;
     for (int32_t l = 0; side->layers && l < m->layers && kvpi_used_rows(m, side) > 0; l++)
-        KVPRIM_REFUSE(!side->layers[l], NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
-                      (int)l);
+        KVPRIM_REFUSE(!side->layers[l], NULL, "%s: %s_layers[%d] is NULL", m->names->function, name, (int)l);
     return KVPRIM_OK;
 }
 
