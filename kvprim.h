@@ -4421,13 +4421,12 @@ KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_i
 /* >>impl_slots -- page tables into slots */
 
 /* An array of `elements`, of which there are as many as `field` says, `value`. */
-static kvprim_status kvpi_add_array(kvpi_uses *u, int written, const char *name, const void *data,
+static kvprim_status kvpi_add_array(const char *function, kvpi_uses *u, int written, const char *name, const void *data,
                                     kvprim_index_type type, uint64_t elements, const char *field, int64_t value)
 {
     const uint64_t bytes = kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4);
-    KVPRIM_REFUSE(data && bytes >= kvpi_too_large, SIZE,
-                  "kvprim_slots: %s is %lld, which makes %s larger than %llu bytes", field, (long long)value, name,
-                  (unsigned long long)kvpi_too_large);
+    KVPRIM_REFUSE(data && bytes >= kvpi_too_large, SIZE, "%s: %s is %lld, which makes %s larger than %llu bytes",
+                  function, field, (long long)value, name, (unsigned long long)kvpi_too_large);
     (void)kvpi_add_use(u, written ? kvpi_counter : kvpi_array, written, name, data, bytes, kvpi_index_align(type));
     return KVPRIM_OK;
 }
@@ -4441,13 +4440,14 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     kvpi_uses u;
     u.count = 0;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
-    KVPRIM_TRY(kvpi_add_array(&u, 1, "slot", d->slot, d->slot_type, n, "count", count));
-    KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
-    KVPRIM_TRY(kvpi_add_array(&u, 0, "page_starts", d->page_starts, d->pages_type, each + 1, "requests", requests));
-    KVPRIM_TRY(kvpi_add_array(&u, 0, "request", d->request, type, n, "count", count));
-    KVPRIM_TRY(kvpi_add_array(&u, 0, "position", d->position, type, n, "count", count));
-    KVPRIM_TRY(kvpi_add_array(&u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
-    KVPRIM_TRY(kvpi_add_array(&u, 0, "starts", d->starts, type, each, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "slot", d->slot, d->slot_type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
+    KVPRIM_TRY(
+        kvpi_add_array(function, &u, 0, "page_starts", d->page_starts, d->pages_type, each + 1, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "request", d->request, type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "position", d->position, type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "starts", d->starts, type, each, "requests", requests));
     return kvpi_check_uses(function, &u, 0);
 }
 
@@ -5144,35 +5144,24 @@ static kvprim_status kvpi_check_fetch(const char *function, kvprim_fetch_desc *d
     const uint64_t n = (uint64_t)d->count, steps = (uint64_t)d->steps, top_k = (uint64_t)d->top_k;
     const uint64_t fresh = (uint64_t)d->fresh_count, entries = n * (fresh + steps * top_k);
     const uint64_t of_pages = d->pages_by_state ? (uint64_t)d->set.states : n;
-    const struct {
-        const char *name;
-        const void *data;
-        uint64_t before, stride, elements; /* before: rows, `stride` elements apart, before the last one */
-        kvprim_index_type type;
-        int written;
-    } arrays[] = {
-        {"state", d->state, 0, 0, n, d->state_type, 0},
-        {"wanted", d->wanted, n * steps - 1, (uint64_t)d->wanted_stride, top_k, d->wanted_type, 0},
-        {"fresh", d->fresh, n - 1, (uint64_t)d->fresh_stride, fresh, d->wanted_type, 0},
-        {"pages", d->pages, of_pages - 1, (uint64_t)d->pages_stride, (uint64_t)d->max_pages, d->pages_type, 0},
-        {"rows", d->rows, 0, 0, n * steps * top_k, KVPRIM_I32, 1},
-        {"fresh_rows", d->fresh_rows, 0, 0, n * fresh, KVPRIM_I32, 1},
-        {"plan_src", d->plan_src, 0, 0, entries, KVPRIM_I32, 1},
-        {"plan_dst", d->plan_dst, 0, 0, entries, KVPRIM_I32, 1},
-        {"hits", d->hits, 0, 0, 1, KVPRIM_I32, 1},
-        {"misses", d->misses, 0, 0, 1, KVPRIM_I32, 1},
-        {"rejected", d->rejected, 0, 0, 1, KVPRIM_I32, 1}};
+    const uint64_t in_wanted = kvpi_add(kvpi_mul(n * steps - 1, (uint64_t)d->wanted_stride), top_k);
+    const uint64_t in_fresh = kvpi_add(kvpi_mul(n - 1, (uint64_t)d->fresh_stride), fresh);
+    const uint64_t in_pages = kvpi_add(kvpi_mul(of_pages - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
     (void)kvpi_add_use(&u, kvpi_counter, 1, "set.memory", d->set.memory, (uint64_t)d->set.bytes, 16);
-    for (size_t k = 0; k < sizeof arrays / sizeof *arrays; k++) {
-        const uint64_t last = kvpi_mul(arrays[k].before, arrays[k].stride);
-        const uint64_t bytes = kvpi_mul(kvpi_add(last, arrays[k].elements), arrays[k].type == KVPRIM_I64 ? 8 : 4);
-        if (arrays[k].data && bytes >= kvpi_too_large)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %llu, which makes %s larger than %llu bytes",
-                               function, arrays[k].name, (unsigned long long)arrays[k].stride, arrays[k].name,
-                               (unsigned long long)kvpi_too_large);
-        (void)kvpi_add_use(&u, arrays[k].written ? kvpi_counter : kvpi_array, arrays[k].written, arrays[k].name,
-                           arrays[k].data, bytes, kvpi_index_align(arrays[k].type));
-    }
+    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "state", d->state, d->state_type, n, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "wanted", d->wanted, d->wanted_type, in_wanted, "wanted_stride",
+                              d->wanted_stride));
+    KVPRIM_TRY(
+        kvpi_add_array(function, &u, 0, "fresh", d->fresh, d->wanted_type, in_fresh, "fresh_stride", d->fresh_stride));
+    KVPRIM_TRY(
+        kvpi_add_array(function, &u, 0, "pages", d->pages, d->pages_type, in_pages, "pages_stride", d->pages_stride));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "rows", d->rows, KVPRIM_I32, n * steps * top_k, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "fresh_rows", d->fresh_rows, KVPRIM_I32, n * fresh, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "plan_src", d->plan_src, KVPRIM_I32, entries, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "plan_dst", d->plan_dst, KVPRIM_I32, entries, "count", d->count));
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "hits", d->hits, 4, 4);
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "misses", d->misses, 4, 4);
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
     return kvpi_check_uses(function, &u, 0);
 }
 
