@@ -601,9 +601,6 @@ enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 #define KVPRIM_NCCL_PRAGMA(text) _Pragma(#text)
 #define KVPRIM_NCCL_UNROLL _Pragma("unroll")
 #define KVPRIM_NCCL_UNROLL_BY(n) KVPRIM_NCCL_PRAGMA(unroll n)
-#else
-#define KVPRIM_NCCL_UNROLL
-#define KVPRIM_NCCL_UNROLL_BY(n)
 #endif
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
 
