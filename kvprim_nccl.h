@@ -4007,19 +4007,17 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_destroy";
-    if (!kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_calls_ms) ||
-        !kvpn_wait_until(&comm->notifying, 0, kvpn_destroy_notify_ms))
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
-                           "%s: a call in another thread has not returned; call again when it has", f);
+    KVPRIM_REFUSE(!kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_calls_ms) ||
+                      !kvpn_wait_until(&comm->notifying, 0, kvpn_destroy_notify_ms),
+                  TIMEOUT, "%s: a call in another thread has not returned; call again when it has", f);
     if (!KVPRIM_NCCL_LOAD(&comm->teardown->started)) {
         (void)cudaDeviceSynchronize(); /* destroy's own synchronise reports the error */
         kvpn_start_teardown(comm, false);
     }
-    if (!kvpn_wait_for_teardown(comm, comm->timeout_ms))
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
-                           "%s: NCCL has not ended: destroy the graphs that hold its collectives, abort other "
-                           "communicators whose work is stuck, then call again",
-                           f);
+    KVPRIM_REFUSE(!kvpn_wait_for_teardown(comm, comm->timeout_ms), TIMEOUT,
+                  "%s: NCCL has not ended: destroy the graphs that hold its collectives, abort other "
+                  "communicators whose work is stuck, then call again",
+                  f);
     return KVPRIM_OK;
 }
 
@@ -4058,11 +4056,10 @@ static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *co
     const int by = (int)(reason >> 8 & 0xff), awaited = (int)(reason >> 16 & 0xff);
     if (reason == 0)
         return KVPRIM_OK;
-    if ((reason & 0xff) == kvpn_stop_aborted)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, comm->rank, by);
-    if (by == comm->rank)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by, comm->timeout_ms,
-                           awaited);
+    KVPRIM_REFUSE((reason & 0xff) == kvpn_stop_aborted, TIMEOUT, "%s: rank %d: rank %d was aborted", function,
+                  comm->rank, by);
+    KVPRIM_REFUSE(by == comm->rank, TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by, comm->timeout_ms,
+                  awaited);
     return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function, comm->rank,
                        by, awaited);
 }
