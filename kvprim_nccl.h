@@ -4200,14 +4200,11 @@ static cudaStream_t kvpn_stream(cudaStream_t stream)
     return stream ? stream : cudaStreamLegacy;
 }
 
-static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv, const void *send,
-                                size_t count, kvprim_dtype dtype, int op_or_peer, cudaStream_t stream)
+static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_comm *comm, cudaStream_t stream)
 {
     kvpn_call c;
     memset(&c, 0, sizeof c);
-    c.kind = kind, c.function = function, c.comm = comm, c.recv = recv, c.send = send, c.count = count;
-    c.dtype = dtype, c.op_or_peer = op_or_peer;
-    c.stream = kvpn_stream(stream);
+    c.kind = kind, c.function = function, c.comm = comm, c.stream = kvpn_stream(stream);
     return c;
 }
 
@@ -4823,7 +4820,7 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
 {
     const kvpn_open_group *const group = &comm->teardown->group;
-    kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
+    kvpn_call c = kvpn_make_call(kvpn_send, f, comm, group->stream);
     KVPRIM_REFUSE(!group->open, ARGUMENT, "%s: no group is open", f);
     if (group->failed != KVPRIM_OK)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
@@ -4894,8 +4891,8 @@ static kvprim_status kvpn_collective(kvpn_kind kind, const char *function, kvpri
                                      int op_or_peer, cudaStream_t stream)
 {
     KVPRIM_RANGE(function);
-    kvpn_call c = kvpn_make_call(kind, function, comm, recv, send, count, dtype, op_or_peer, stream);
-    c.counts = counts;
+    kvpn_call c = kvpn_make_call(kind, function, comm, stream);
+    c.recv = recv, c.send = send, c.count = count, c.counts = counts, c.dtype = dtype, c.op_or_peer = op_or_peer;
     return kvpn_run_or_keep(&c, kvpn_run_call);
 }
 
@@ -5290,8 +5287,7 @@ static kvprim_status kvpn_run_norm(kvpn_call *c)
 KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
                                                 struct CUstream_st *stream)
 {
-    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce_norm", comm, NULL, NULL, 0, KVPRIM_BF16,
-                                 (int)KVPRIM_SUM, stream);
+    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce_norm", comm, stream); /* KVPRIM_SUM */
     KVPRIM_RANGE(c.function);
     c.norm = desc;
     return kvpn_run_or_keep(&c, kvpn_run_norm);
@@ -5531,7 +5527,7 @@ KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_d
     const char *const f = "kvprim_ring_init";
     cudaError_t error = cudaSuccess;
     KVPRIM_TRY(kvpn_check_ring_desc(f, ring, desc));
-    kvpn_call c = kvpn_make_call(kvpn_send, f, desc->comm, NULL, NULL, 0, KVPRIM_U8, 0, desc->stream);
+    kvpn_call c = kvpn_make_call(kvpn_send, f, desc->comm, desc->stream);
     KVPRIM_TRY(kvpn_check_device(&c)); /* events of another device would fail later */
     if (ring->self != ring)
         memset(ring, 0, sizeof *ring);
