@@ -16,16 +16,11 @@
                .k_cache = {.data = k_cache, .rows = 6}, .v_cache = {.data = v_cache, .rows = 6},
                .k = {.data = k, .rows = 3}, .v = {.data = v, .rows = 3}, .k_bytes = 8, .v_bytes = 8,
                .slot = slot, .slot_type = KVPRIM_I32, .count = 3};
-           const int32_t index[] = {1, 4};
-           char got[2][8];
-           kvprim_gather_desc gather = {
-               .dst = {.data = got, .rows = 2}, .src = {.data = v_cache, .rows = 6}, .row_bytes = 8,
-               .index = index, .index_type = KVPRIM_I32, .count = 2};
-           if (kvprim_store(&store) != KVPRIM_OK || kvprim_gather(&gather) != KVPRIM_OK) {
+           if (kvprim_store(&store) != KVPRIM_OK) {
                fprintf(stderr, "%s\n", kvprim_last_error());
                return 1;
            }
-           printf("slot 1 holds \"%s\", slot 4 \"%s\"\n", got[0], got[1]);
+           printf("slot 1 holds \"%s\", slot 4 \"%s\"\n", v_cache[1], v_cache[4]);
        }
 
    It finds how much of a prompt is already cached (prefix compare), turns page tables into slots, and moves rows of
