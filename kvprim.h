@@ -775,8 +775,7 @@ typedef struct kvprim_keys_desc {
     uint64_t seed;
     /* 1 for EAGLE: SGLANG hashes pairs (token i, token i + 1), and DYNAMO also the token after a block. There are
        (count - 1) / block_tokens keys then. */
-    int32_t bigrams;
-    int32_t reserved;
+    int32_t bigrams, reserved;
 } kvprim_keys_desc;
 
 /* Of a block: 5 for each int32 token, 10 for an int64, twice that with bigrams, and its extra. */
@@ -848,8 +847,7 @@ typedef struct kvprim_side {
     int64_t piece_bytes;        /* of a row's elements in this side's type, / heads */
     uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
     void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
-    int32_t host_index;
-    int32_t reserved;
+    int32_t host_index, reserved;
     /* The table's, with its defaults. If bytes move as they are, dtype, scale, scales and nans are 0, and the rest is
        unspecified. An empty table has no scales. If layers share theirs, scale_layer_stride is 0 */
     kvprim_format format;
@@ -865,8 +863,7 @@ typedef struct kvprim_move {
     int64_t row_bytes, count; /* row_bytes: of src's elements; dst's are dst.piece_bytes * dst.table.heads */
     int32_t layers;
     int32_t zero; /* 1: a dst row whose source is out of range becomes zeros; 0: it is left alone */
-    int32_t same_cache;
-    int32_t reserved_cache;
+    int32_t same_cache, reserved_cache;
     uint32_t *rejected; /* counted in layer 0 */
     const kvprim_move_names *names;
 } kvprim_move;
@@ -5230,8 +5227,7 @@ typedef struct kvpi_fetch {
 /* A state under way: entry e of the call lies in the log at base + e. */
 typedef struct kvpi_fetch_state {
     int32_t *ends, *log, *stamp, *tag, *map;
-    int64_t head, base;
-    int64_t number, request;
+    int64_t head, base, number, request;
 } kvpi_fetch_state;
 
 /* The token of an entry: -1 is padding, -2 is no token of a state. */
