@@ -4442,9 +4442,11 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     return kvpi_check_uses(function, &u, 0);
 }
 
-/* Checks which arrays are given, their types, and reserved fields. */
-static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_desc *d)
+static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d)
 {
+    const int64_t int32_rows = (int64_t)1 << 31;
+    const kvpi_number sizes[] = {
+        {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
     const char *const mixed = d->request ? "request" : d->position ? "position" : NULL;
     const char *const null = !d->pages                     ? "pages"
                              : !d->slot                    ? "slot"
@@ -4464,15 +4466,6 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
     for (int k = 0; k < 3; k++)
         KVPRIM_REFUSE(types[k].value != KVPRIM_I32 && types[k].value != KVPRIM_I64, ARGUMENT,
                       "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function, types[k].field, (int)types[k].value);
-    return KVPRIM_OK;
-}
-
-static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d)
-{
-    const int64_t int32_rows = (int64_t)1 << 31;
-    const kvpi_number sizes[] = {
-        {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
-    KVPRIM_TRY(kvpi_check_given(function, d));
     for (int k = 0; k < 4; k++)
         KVPRIM_REFUSE(sizes[k].value < 1, SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
                       (long long)sizes[k].value);
