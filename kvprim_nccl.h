@@ -153,8 +153,7 @@ typedef struct kvprim_comm_desc {
     /* that each rank receives. Of all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that
        one rank sends to another; by default less if parts differ */
     size_t all_gather_limit;
-    /* init exchanges its data with this, for callers that do not want NCCL to run before the first collective; on every
-       rank or on none */
+    /* init exchanges its data with this, so that NCCL need not run before the first collective; on all ranks or none */
     kvprim_exchange exchange;
     void *exchange_context;
     /* host array of `world` pointers: memory of every rank, as this GPU addresses it (a framework's symmetric memory,
@@ -298,9 +297,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, voi
                                                           size_t part_count, kvprim_dtype dtype,
                                                           struct CUstream_st *stream);
 
-/* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
-   another, in the order of the other side's ranks. counts: as in kvprim_all_gatherv. A side without elements may be
-   NULL. */
+/* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts follow each
+   other in the order of the other side's ranks. counts: as in kvprim_all_gatherv. A side of no elements may be NULL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -335,8 +333,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
    examples/17_all_reduce_norm.cu. */
 
 /* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes except as said; strides are elements from
-   one token to the next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or
-   quantised is set. */
+   token to token, multiples of 8, at least hidden; 0: hidden. Outputs may be NULL, but not both out and quantised. */
 typedef struct kvprim_norm_desc {
     kvprim_dtype dtype;     /* KVPRIM_F16 or KVPRIM_BF16: of all tensors except quantised and scale */
     float eps;              /* at least 0 */
@@ -473,8 +470,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_send(kvprim_ring *ring, size
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n);
 
 /* *slot: where later work on `stream` finds the next chunk, of as many bytes as were sent. release: the oldest received
-   slot is free when the work on `stream` so far is done. *n: how many slots became free since the last call; also while
-   other streams are captured. */
+   slot is free when the work on `stream` so far is done. *n: slots freed since the last call; also during capture. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream,
                                                          void **slot);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_st *stream);
@@ -605,8 +601,7 @@ enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
 
 enum {
-    /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
-       others */
+    /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the GPU to others */
     kvpn_max_threads = 1024,
     kvpn_max_threads_of_8 = 512,       /* the same for sums of more than 4 ranks, which need up to 128 registers */
     kvpn_polls_per_page_check = 256,   /* some tens of microseconds; from then on a wait sleeps between polls */
@@ -616,8 +611,7 @@ enum {
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
-   block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
-   needed first. */
+   block_bytes + 16 * j. Fields are in the order of use: one line of the constant cache brings the first ones. */
 typedef struct kvpn_params {
     const void *send;
     uint32_t *turn;                    /* this rank's page; word b: block b's turn */
@@ -646,8 +640,7 @@ typedef struct kvpn_thread {
 } kvpn_thread;
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* A slot lies in another rank's memory or is written by another rank: `sys` goes past the caches that other GPUs do not
-   see. */
+/* Other ranks hold or write a slot: `sys` goes past the caches that other GPUs do not see. */
 KVPRIM_NCCL_DEVICE uint4 kvpn_load_slot(const char *slot)
 {
     uint4 v;
@@ -734,8 +727,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_th
 
 /* >>impl_wait -- where a kernel's wait ends: polls, the deadline, stop reasons */
 
-/* Writes why this rank stopped: for its host, for its later calls and, if it was the first to stop, for the other
-   ranks. */
+/* Says why this rank stopped: to its host, its later calls and, if it was the first to stop, the other ranks. */
 KVPRIM_NCCL_DEVICE void kvpn_stop_rank(const kvpn_params &p, const kvpn_thread &me)
 {
     kvpn_store_word(p.stop, me.stop_reason);
@@ -784,9 +776,8 @@ template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_largest_word(uint4 v)
     return flagged ? flags : kvpn_max_u32(flags, kvpn_max_u32(v.x, v.z));
 }
 
-/* Of max_slots slots that lie `step` bytes apart, loads those whose bit is set in `which`, all together, because one
-   load takes longer than some hundred instructions. Leaves v alone for the others, where it must not be empty. Returns
-   whether all have arrived. */
+/* Of max_slots slots that lie `step` bytes apart, loads those whose bit is set in `which`, all together, as one load
+   takes longer than 100 instructions. Elsewhere leaves v, which must not be empty. Returns whether all have come. */
 template <int max_slots, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_poll_slots(const char *first, uint32_t step, uint32_t which, uint4 *v)
 {
@@ -801,8 +792,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_poll_slots(const char *first, uint32_t step, uint32
     return largest != kvpn_empty_word;
 }
 
-/* Polls until all have arrived. sender: the rank that fills the slots; -1: rank r fills slot r. Returns false if this
-   rank stopped. */
+/* Polls until all are here. sender: the rank that fills the slots; -1: rank r fills slot r. False: the rank stopped. */
 template <int max_slots, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &me, const char *first, uint32_t step,
                                             uint32_t which, int32_t sender, uint4 *v)
@@ -909,8 +899,7 @@ struct kvpn_f16 : kvpn_pair<__half2> {
 };
 #endif
 
-/* fp8 joins as kvprim_format converts: what is beyond the largest finite value, an infinity of e5m2 too, becomes that
-   value. */
+/* fp8 joins as kvprim_format converts: what is larger, e5m2's infinity too, becomes the largest finite value. */
 #ifdef KVPRIM_PTX_F8
 enum { kvpn_f8_at_once = 4 };
 #else
@@ -962,8 +951,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32
 }
 
 /* Pack i, a uint2 or uint4, of `bytes` bytes, with zeros after the last one. `whole`: aligned, and ending with a pack.
-   Otherwise reads the words around it where all of their bytes are the tensor's: single bytes take three times as
-   long. */
+   Otherwise reads the words around it if all their bytes are the tensor's: single bytes take three times as long. */
 template <class V, bool whole, class Bytes>
 KVPRIM_NCCL_DEVICE V kvpn_load_pack(const void *from, Bytes bytes, uint32_t i)
 {
@@ -1044,8 +1032,7 @@ template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_add_packs(uint4 a, uint4 b)
     return uint4{T::add(a.x, b.x), T::add(a.y, b.y), T::add(a.z, b.z), T::add(a.w, b.w)};
 }
 
-/* Adds in the order of the ranks, so that every rank gets the same bits. A NaN of 16 bits comes out as 0x7fff, so only
-   words of fp32 may be empty. */
+/* Adds in the order of the ranks, for the same bits on all. A NaN of 16 bits becomes 0x7fff: only fp32 may be empty. */
 template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
     float sum[4 * T::per_word];
@@ -1155,8 +1142,7 @@ template <bool aligned, int max_ranks> struct kvpn_reduction<kvpn_any<aligned>, 
         return p.signs;
     }
 
-    /* What to do. The compiler would load a parameter after the wait, where that takes 50 ns, so this seems to depend
-       on the turn, which is 0 or 1. */
+    /* What to do. The compiler would load it after the wait, in 50 ns more, so it seems to need the turn (0 or 1). */
     KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &p, const kvpn_thread &me)
     {
         uint32_t what = p.what | (me.turn & 0x80000000u);
@@ -1297,8 +1283,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, u
             kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
 }
 
-/* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
-   on. */
+/* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes on. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                         uint64_t pitch)
@@ -1324,8 +1309,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
     }
 }
 
-/* Waits for pack j of this rank's part from every other rank, sums and writes it. `shares`: also sends the sum to all
-   others. */
+/* Waits for pack j of this rank's part from all others, sums and writes it. `shares`: also sends the sum to all. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                       uint64_t pitch, bool shares)
@@ -1438,8 +1422,7 @@ template <class T, int max_ranks> struct kvpn_scatter : kvpn_pack_by_pack<kvpn_s
     }
 };
 
-/* all_gather of few bytes. Every rank sends its `count` bytes to every other rank, 8 to a slot. T says only whether
-   tensors are whole. */
+/* all_gather of few bytes. Every rank sends its `count` bytes to all others, 8 to a slot. T: whether tensors are whole. */
 template <class T, int max_ranks> struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
@@ -1808,9 +1791,8 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel -- the kernel, and programmatic dependent launch */
 
-/* Called before the first access of memory. A kernel lets its successor start early only if the caller has promised
-   that this waits: it may be one of NCCL's, and some of these (2.28 to 2.30.6) read what precedes them in the stream
-   without waiting for it. */
+/* Called before the first access of memory. A successor may start early only if the caller has promised that it waits:
+   some of NCCL's (2.28 to 2.30.6) read what precedes them in the stream without waiting for it. */
 KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(const kvpn_params &p)
 {
     if (kvpn_is_sm_90)
@@ -1827,10 +1809,7 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
         p.turn[me.block] = me.turn ^ 1;
 }
 
-/* Each block exchanges its packs with the blocks of the same number on the other ranks.
-   Each thread sends, waits for the other ranks' packs and writes the results: see the way's begin and complete.
-   If the thread's rank stopped meanwhile, the thread says so to the host and to the other ranks.
-   Thread 0 sets the block's turn for the next call. */
+/* Each block exchanges its packs with the blocks of the same number on the other ranks. */
 template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Params &p)
 {
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
@@ -1975,8 +1954,7 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* A cluster of blocks. All its threads meet at a barrier: they arrive, and wait for the others. at_start: orders no
-   memory. */
+/* A barrier for all threads of a cluster: they arrive, and wait for the others. at_start: orders no memory. */
 KVPRIM_NCCL_DEVICE void kvpn_cluster_arrive(bool at_start)
 {
     if (kvpn_is_sm_90 && at_start)
@@ -2169,8 +2147,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         uint4 v[max_ranks]; /* v[max_ranks - 1] of two ranks: the own one */
     };
 
-    /* What a thread loads of its next token before it waits for one. Four ranks leave no registers for it: there it is
-       loaded later. */
+    /* What a thread loads of its next token before it waits. Four ranks leave no registers for it: it comes later. */
     struct later {
         enum { early = max_ranks != 4 };
         uint4 own, residual;
@@ -2210,16 +2187,14 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
                 kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
     }
 
-    /* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no
-       token. */
+    /* Sends this rank's addend, which t.r becomes, and loads what comes later. False: the row has no token. */
     KVPRIM_NCCL_DEVICE bool begin(const params &p, kvpn_thread &me, token &t)
     {
         t.token = first_token(p, me) + (usual ? 0 : me.role);
         if (!usual && t.token >= (is::in_turn ? end_of_tokens(p, me) : p.tokens))
             return false;
-        /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch,
-           and the compiler would load the pack only after it. A thread without a pack sends where kvpn_send_offset lets
-           those send that have stopped. */
+        /* The offset for turn 0 is computed before the turn is loaded. More work after that would become a branch, and
+           the pack would be loaded only after it. A thread without a pack sends where those do that stopped. */
         const uint32_t at = offset(p, me, p.rank, t.token);
         t.r[0] = load(p, me, p.send, t.token, p.send_stride, 0);
         kvpn_take_turn(p, me, me.thread);
@@ -2312,8 +2287,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
     }
 
-    /* The threads of a row meet; `groups` then holds what each of its warps has found. A form without other rows needs
-       no barrier of its own. */
+    /* A row's threads meet; `groups` then has what each warp found. A form of one row needs no barrier of its own. */
     KVPRIM_NCCL_DEVICE void meet(const params &p, thread &me, float *groups, const float (&found)[packs])
     {
         const uint32_t lane = me.thread % kvpn_norm_lanes;
@@ -2386,8 +2360,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             most[k] = all;
     }
 
-    /* Empties what no warp will write: there may be fewer warps than total() reads of. In a cluster, another block may
-       already have written the rest. */
+    /* Empties what no warp will write: total() reads of all. In a cluster, another block may have written the rest. */
     KVPRIM_NCCL_DEVICE void clear(const params &p, thread &me, meeting &m)
     {
         const uint32_t written = me.threads / kvpn_norm_lanes * packs << p.share_bits;
@@ -2483,8 +2456,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     } while (norm::next(p, me, t, later));
 }
 
-/* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two
-   forms: plain and all. */
+/* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two forms: plain and all. */
 template <class T, int max_ranks> static const void *kvpn_pick_few(kvpn_norm_form form)
 {
     return form == kvpn_norm_plain    ? (const void *)kvpn_few_kernel<T, max_ranks, kvpn_norm_plain>
@@ -2631,8 +2603,7 @@ static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout
     return true;
 }
 
-/* A call on a communicator of NCCL's that does not block may return ncclInProgress: waits until what it began is done,
-   or *word is no longer `wanted`. */
+/* A call that does not block may return ncclInProgress: waits until it is done, or *word is no longer `wanted`. */
 static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
 {
     while (result == ncclInProgress && KVPRIM_NCCL_LOAD(word) == wanted) {
@@ -2724,8 +2695,7 @@ static void kvpn_leave(kvprim_comm *comm)
     (void)kvpn_add(&comm->active_calls, -1);
 }
 
-/* Changes the state and counts the caller as an active call until kvpn_leave. False: the state is not `from`, or
-   another thread was faster. */
+/* Changes the state and counts an active call until kvpn_leave. False: it is not `from`, or another was faster. */
 static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 {
     if (!kvpn_has_state(comm, from))
@@ -2826,9 +2796,8 @@ typedef struct kvpn_open_group {
     kvpn_group_call *calls;
 } kvpn_open_group;
 
-/* What ends NCCL's communicator, and the events that watch its work. It does not end while a graph with its collectives
-   exists, or while another communicator's work is stuck on the same GPU, so a thread of its own ends it. The last
-   reference frees this. */
+/* What ends NCCL's communicator, and the events that watch its work. It cannot end while a graph has its collectives,
+   or another communicator's work is stuck on the GPU: a thread of its own ends it. The last reference frees this. */
 typedef struct kvpn_teardown {
     int32_t refs, started, done, aborts, device;
     ncclComm_t nccl;
@@ -3218,8 +3187,7 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, comm->device));
     task->mine.reduces_f8 = comm->nccl_version >= NCCL_VERSION(2, 24, 0) && capability >= 9;
     /* Half of them, as a multiple of 8 (64 of 132). Beside a sum that waits, a matrix product of 4096^3 takes twice as
-       long; beside one that holds three quarters of the multiprocessors 3.3 times, and beside one on all of them 25
-       times. */
+       long; beside one on three quarters of them 3.3 times, and beside one on all 25 times. */
     task->mine.max_sms = d->max_sms ? d->max_sms : sms < 32 ? sms : sms / 16 * 8;
     task->mine.max_sms = task->mine.max_sms < sms ? task->mine.max_sms : sms;
     for (int k = 0; k < 2; k++)
@@ -3377,8 +3345,7 @@ static void kvpn_register_window(kvpn_init_task *task)
        all_reduce_norm                                                  kvpn_norm_way_of: >>impl_norm_call
        all else                                                         NCCL */
 
-/* Name, bytes, NCCL's ncclDataType_t, which older versions of its header lack, and what own kernels call it: 0 if they
-   do not reduce it. */
+/* Name, bytes, the ncclDataType_t, which older headers may lack, and own kernels' name: 0 if they do not reduce it. */
 typedef struct kvpn_type {
     const char *name;
     size_t bytes;
@@ -3449,9 +3416,8 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
                                      : slots;
 }
 
-/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more ranks; `make nccl-limits`
-   measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other numbers need another
-   kvpn_protocol. */
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (`make nccl-limits`), estimated for more; two
+   ranks over PCIe, not measured, take the smallest. Other numbers need another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t norm_one_shot; /* of kvprim_all_reduce_norm, a rank's addend */
@@ -3506,8 +3472,7 @@ static kvpn_way kvpn_choose_sum(const kvprim_comm *comm, bool scatters, size_t b
                                                        : kvpn_by_two_shot;
 }
 
-/* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
-   The same on every rank. */
+/* Bytes of the largest and smallest part that ranks send, and of the largest that stays. The same on every rank. */
 typedef struct kvpn_extent {
     size_t largest, smallest, own;
 } kvpn_extent;
@@ -4072,8 +4037,7 @@ static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
 {
     const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     const int64_t now_us = kvpn_now_us();
-    /* before the record, so that no old time counts for it, and after it: meanwhile a check may have found the event
-       done and cleared the time */
+    /* before the record, as no old time may count, and after it, as a check may have cleared the time meanwhile */
     KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
     if (cudaEventRecord(comm->teardown->watch[index], stream) == cudaSuccess)
         KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
@@ -4233,8 +4197,7 @@ static size_t kvpn_part_count(const kvpn_call *c, int from, int to)
                                          : c->count;
 }
 
-/* Where the part begins in this rank's send for rank r, or in its recv from rank r. With r = world: where the last one
-   ends. */
+/* Where the part begins in this rank's send for rank r, or in its recv from rank r. r = world: the last one's end. */
 static size_t kvpn_part_begin(const kvpn_call *c, int r, bool sends)
 {
     size_t begin = 0;
@@ -4429,8 +4392,7 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way,
             *threads += 32;
 }
 
-/* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
-   was before it. */
+/* After a kernel of NCCL's, no programmatic dependent launch: it may not have waited for what was before it. */
 static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, uint32_t cluster,
                                         dim3 threads, void *params)
 {
@@ -4476,8 +4438,7 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
     p->per_rank = 1.0 / c->comm->world;
 }
 
-/* Reduces in one launch, or in several if the tensor is larger than the slots; or gathers few bytes, by
-   kvpn_by_gather. */
+/* Reduces in one launch, or in several if it is larger than the slots; or gathers few bytes (kvpn_by_gather). */
 static kvprim_status kvpn_launch_packs(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
@@ -4564,8 +4525,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 #ifndef KVPRIM_NO_NORM
 /* >>impl_launch_norm -- the same of the norm's kernels */
 
-/* All take a description that was checked, with its defaults filled in (strides, scale_min), and at least one token.
-   c: function, comm, stream. */
+/* All take a checked description with its defaults, and at least one token. c: function, comm, stream. */
 static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d)
 {
     kvpn_norm_params p = {};
@@ -4595,8 +4555,7 @@ static uint32_t kvpn_few_threads(uint32_t row_packs, uint32_t share_bits)
     return (row_packs + per_warp - 1) / per_warp * kvpn_norm_lanes;
 }
 
-/* How many blocks share a token, as a power of two: none, if one has threads enough; otherwise as many as there are for
-   all tokens. Each has a pack. */
+/* How many blocks share a token, as a power of two: one with enough threads, or as many as there are. Each has a pack. */
 static uint32_t kvpn_few_share_bits(const kvprim_comm *comm, uint32_t row_packs, int64_t tokens)
 {
     uint32_t bits = 0;
@@ -4660,8 +4619,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
 
 /* >>impl_nccl -- collectives by NCCL */
 
-/* Whether NCCL may take its symmetric kernels: both tensors lie in a window of this library's, or may lie in one of the
-   caller's. */
+/* Whether NCCL may take its symmetric kernels: both tensors lie in this library's window, or may lie in a caller's. */
 static bool kvpn_may_use_window(const kvpn_call *c)
 {
     const uintptr_t buffer = (uintptr_t)c->comm->buffer, bytes = c->comm->buffer_bytes;
@@ -4773,8 +4731,7 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
     return KVPRIM_OK;
 }
 
-/* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: only a kernel can let its
-   successor start early. */
+/* After a memset NCCL's symmetric kernel cannot start early: only a kernel lets its successor do so. */
 static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 {
     static const char *const names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
