@@ -670,8 +670,7 @@ typedef struct kvprim_fetch_desc {
     const void *fresh; /* optional: `count` rows of fresh_count tokens whose hot rows the caller writes */
     int64_t fresh_count, fresh_stride; /* after this call: they get one, and nothing is fetched. 0: fresh_count */
     /* Where the row of a token lies in k and v: row page * page_rows + token % page_rows, where page is number token /
-       page_rows of the request's max_pages in `pages`, as in kvprim_slots_desc. page_rows = 1: a table of rows. Without
-       pages, token t is row t. */
+       page_rows of the request's max_pages in `pages`. page_rows = 1: a table of rows. No pages: token t is row t. */
     const void *pages;
     kvprim_index_type pages_type;
     int32_t pages_by_state;                     /* 0: request i has row i of `pages`; 1: row state[i] */
@@ -1476,9 +1475,8 @@ KVPRIM_ELEMENT uint32_t kvpi_to_f8x4(kvprim_dtype dtype, const float *x)
     return word;
 }
 
-/* A tile's largest magnitude (amax), found in the bits of its elements, which order as the magnitudes do, NaN last:
-   kvpi_tile_most() takes the result of the elements before, 0 at first. kvpi_tile_largest() turns the last result into
-   a float. */
+/* A tile's largest magnitude (amax), by the bits of its elements, which order as magnitudes do, NaN last:
+   kvpi_tile_most() takes the result of the elements before, 0 at first; kvpi_tile_largest() makes the last a float. */
 KVPRIM_ELEMENT uint32_t kvpi_tile_most(uint32_t most, float x)
 {
     const uint32_t a = kvpi_bits_of(x) & 0x7fffffff, number = a > 0x7f800000 ? 0 : a;
@@ -3762,8 +3760,7 @@ enum { kvpi_block = 64 };
 /* What is done with a number between decoding and encoding it. */
 typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
 
-/* Elements of less than 32 bits: their type, that of the bits that hold `packed` of them, and the name in kvpi_of_ and
-   kvpi_to_. */
+/* Elements of less than 32 bits: type, that of the bits that hold `packed` of them, and name in kvpi_of_, kvpi_to_. */
 #define KVPRIM_NARROW_LIST(X)                                                                                          \
     X(KVPRIM_F16, uint16_t, 1, f16)                                                                                    \
     X(KVPRIM_BF16, uint16_t, 1, bf16)                                                                                  \
