@@ -1422,7 +1422,7 @@ template <class T, int max_ranks> struct kvpn_scatter : kvpn_pack_by_pack<kvpn_s
     }
 };
 
-/* all_gather of few bytes. Every rank sends its `count` bytes to all others, 8 to a slot. T: whether tensors are whole. */
+/* all_gather of few bytes. Every rank sends `count` bytes to all others, 8 to a slot. T: whether tensors are whole. */
 template <class T, int max_ranks> struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
@@ -3739,8 +3739,8 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
-/* Before the last exchange: the nonces of all ranks must have arrived, and what launches need is loaded. A norm alone and
-   memory for sums are needed whether or not own kernels sum. */
+/* Before the last exchange: the nonces of all ranks must have arrived, and what launches need is loaded. A norm's own
+   kernel, and memory for sums, are needed whether or not own kernels sum. */
 static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
 {
     kvprim_comm *const comm = &task->comm;
@@ -4555,7 +4555,7 @@ static uint32_t kvpn_few_threads(uint32_t row_packs, uint32_t share_bits)
     return (row_packs + per_warp - 1) / per_warp * kvpn_norm_lanes;
 }
 
-/* How many blocks share a token, as a power of two: one with enough threads, or as many as there are. Each has a pack. */
+/* How many blocks share a token (a power of two): one with enough threads, or as many as there are. Each has a pack. */
 static uint32_t kvpn_few_share_bits(const kvprim_comm *comm, uint32_t row_packs, int64_t tokens)
 {
     uint32_t bits = 0;
