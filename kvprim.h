@@ -2092,24 +2092,19 @@ KVPRIM_INLINE kvpi_prefix_fn *kvpi_prefix_variant(void)
      : (n) == 1 || !KVPRIM_SAME(load, a, b, 1) ? 1                                                                     \
                                                : 2 + (size_t)((n) == 3 && KVPRIM_SAME(load, a, b, 2)))
 
-KVPRIM_API size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
-{
-    KVPRIM_RANGE("kvprim_prefix_i32");
-    const size_t n = kvpi_min(a_len, b_len);
-    if (!KVPRIM_LIKELY(a && b))
-        return kvpi_prefix_null("kvprim_prefix_i32", a, a_len, b, b_len);
-    return n > 3 ? kvpi_prefix_variant()(a, n, b, n) : KVPRIM_PREFIX_FEW(kvpi_load_u32, a, b, n);
-}
-
-KVPRIM_API size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len)
-{
-    KVPRIM_RANGE("kvprim_prefix_i64");
-    const size_t n = kvpi_min(a_len, b_len);
-    const int32_t *const x = (const int32_t *)(const void *)a, *const y = (const int32_t *)(const void *)b;
-    if (!KVPRIM_LIKELY(a && b))
-        return kvpi_prefix_null("kvprim_prefix_i64", a, a_len, b, b_len);
-    return n > 3 ? kvpi_prefix_variant()(x, 2 * n, y, 2 * n) / 2 : KVPRIM_PREFIX_FEW(kvpi_load_u64, a, b, n);
-}
+#define KVPRIM_PREFIX(name, type, load)                                                                                \
+    KVPRIM_API size_t name(const type *a, size_t a_len, const type *b, size_t b_len)                                   \
+    {                                                                                                                  \
+        KVPRIM_RANGE(#name);                                                                                           \
+        const size_t n = kvpi_min(a_len, b_len), each = sizeof(type) / 4;                                              \
+        const int32_t *const x = (const int32_t *)(const void *)a, *const y = (const int32_t *)(const void *)b;        \
+        if (!KVPRIM_LIKELY(a && b))                                                                                    \
+            return kvpi_prefix_null(#name, a, a_len, b, b_len);                                                        \
+        return n > 3 ? kvpi_prefix_variant()(x, each * n, y, each * n) / each : KVPRIM_PREFIX_FEW(load, a, b, n);      \
+    }
+KVPRIM_PREFIX(kvprim_prefix_i32, int32_t, kvpi_load_u32)
+KVPRIM_PREFIX(kvprim_prefix_i64, int64_t, kvpi_load_u64)
+#undef KVPRIM_PREFIX
 #undef KVPRIM_PREFIX_FEW
 #undef KVPRIM_SAME
 
