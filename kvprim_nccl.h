@@ -4987,24 +4987,6 @@ static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_des
 }
 
 /* Scales of groups lie in rows of tokens, or in columns. */
-static kvprim_status kvpn_check_norm_places(const char *f, const kvprim_norm_desc *d)
-{
-    const int64_t most = (int64_t)1 << 46; /* so that sums of products with tokens and groups stay below 2^63 */
-    const int64_t words = kvpn_norm_words(d), tokens = d->tokens > 0 ? d->tokens : 1, step = d->scale_group_stride;
-    const bool fits =
-        step >= 0 && step <= most / words && d->scale_stride >= 0 && kvpn_norm_scale_stride(d) <= most / tokens;
-    KVPRIM_REFUSE(!fits, SIZE,
-                  "%s: desc->scale_stride is %lld and scale_group_stride %lld, less than 0 or too large for "
-                  "%lld tokens",
-                  f, (long long)d->scale_stride, (long long)step, (long long)d->tokens);
-    const int64_t s = kvpn_norm_scale_stride(d), g = kvpn_norm_group_stride(d);
-    KVPRIM_REFUSE(tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (tokens - 1) * s, SIZE,
-                  "%s: scales of %lld tokens, %lld words each, lie in each other: scale_stride is %lld and "
-                  "scale_group_stride %lld",
-                  f, (long long)tokens, (long long)words, (long long)s, (long long)g);
-    return KVPRIM_OK;
-}
-
 static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
 {
     KVPRIM_REFUSE(d->scale_group != 0 && d->scale_group != kvpn_norm_group, ARGUMENT,
@@ -5023,7 +5005,20 @@ static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_des
                   "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f, (int)d->scale_dtype);
     KVPRIM_REFUSE(d->hidden % d->scale_group, SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d",
                   f, (long long)d->hidden, (int)d->scale_group);
-    return kvpn_check_norm_places(f, d);
+    const int64_t most = (int64_t)1 << 46; /* so that sums of products with tokens and groups stay below 2^63 */
+    const int64_t words = kvpn_norm_words(d), tokens = d->tokens > 0 ? d->tokens : 1, step = d->scale_group_stride;
+    const bool fits =
+        step >= 0 && step <= most / words && d->scale_stride >= 0 && kvpn_norm_scale_stride(d) <= most / tokens;
+    KVPRIM_REFUSE(!fits, SIZE,
+                  "%s: desc->scale_stride is %lld and scale_group_stride %lld, less than 0 or too large for "
+                  "%lld tokens",
+                  f, (long long)d->scale_stride, (long long)step, (long long)d->tokens);
+    const int64_t s = kvpn_norm_scale_stride(d), g = kvpn_norm_group_stride(d);
+    KVPRIM_REFUSE(tokens > 1 && words > 1 && s <= (words - 1) * g && g <= (tokens - 1) * s, SIZE,
+                  "%s: scales of %lld tokens, %lld words each, lie in each other: scale_stride is %lld and "
+                  "scale_group_stride %lld",
+                  f, (long long)tokens, (long long)words, (long long)s, (long long)g);
+    return KVPRIM_OK;
 }
 
 /* >>impl_norm_check -- which tensors there must be, if there are tokens. */
