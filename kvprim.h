@@ -3191,8 +3191,7 @@ static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, i
     return KVPRIM_OK;
 }
 
-/* Finds the lowest layer, *first, and the highest, *last; both are layer 0 before. Returns whether each layer starts
-   after the one before it. */
+/* The lowest layer, *first, and the highest, *last; both are layer 0 before. Returns whether layers ascend. */
 static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char **first, const char **last)
 {
     int ascends = 1;
