@@ -1536,8 +1536,7 @@ KVPRIM_ELEMENT uint32_t kvpi_to_short_scale(kvprim_dtype dtype, float scale)
 
 #ifdef KVPRIM_X86
 #include <immintrin.h>
-#endif
-#ifdef KVPRIM_NEON
+#elif defined(KVPRIM_NEON)
 #include <arm_neon.h>
 #endif
 #if defined(KVPRIM_ARM_SHA) && !defined(__ARM_FEATURE_SHA2)
@@ -1565,9 +1564,11 @@ KVPRIM_ELEMENT uint32_t kvpi_to_short_scale(kvprim_dtype dtype, float scale)
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
 #define KVPRIM_SELDOM __attribute__((noinline)) static /* inlined, it would slow down its caller */
+#define KVPRIM_PREFETCH(p) __builtin_prefetch(p, 0, 2) /* to the second-level cache: the first has too few lines */
 #else
 #define KVPRIM_INLINE static inline
 #define KVPRIM_SELDOM static
+#define KVPRIM_PREFETCH(p) ((void)(p))
 #endif
 
 #ifdef __cplusplus
@@ -3533,13 +3534,6 @@ enum {
 };
 /* Larger layers are written past the caches: no line is read first. Smaller ones may stay there for their reader. */
 static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
-
-/* To the second-level cache: the first has too few lines in flight. */
-#if defined(__GNUC__) || defined(__clang__)
-#define KVPRIM_PREFETCH(p) __builtin_prefetch(p, 0, 2)
-#else
-#define KVPRIM_PREFETCH(p) ((void)(p))
-#endif
 
 KVPRIM_INLINE int64_t kvpi_element(const void *data, kvprim_index_type type, int64_t i)
 {
