@@ -3566,29 +3566,6 @@ static inline void kvpi_copy(char *dst, const char *src, size_t bytes, int strea
     memcpy(dst + bytes - 16, block, 16);
 }
 
-#ifdef KVPRIM_X86
-/* The same with vectors; `stream` needs rows of whole, aligned lines. */
-#define KVPRIM_COPY(name, target, vector, load, store, store_past_caches)                                              \
-    target static inline void name(char *dst, const char *src, size_t bytes, int stream)                               \
-    {                                                                                                                  \
-        const size_t width = sizeof(vector);                                                                           \
-        size_t b = 0;                                                                                                  \
-        if (bytes < width) {                                                                                           \
-            kvpi_copy(dst, src, bytes, 0);                                                                             \
-            return;                                                                                                    \
-        }                                                                                                              \
-        if (stream)                                                                                                    \
-            for (; b + width <= bytes; b += width)                                                                     \
-                store_past_caches((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));         \
-        for (; b + width <= bytes; b += width)                                                                         \
-            store((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));                         \
-        if (b < bytes)                                                                                                 \
-            store((vector *)(void *)(dst + bytes - width), load((const vector *)(const void *)(src + bytes - width))); \
-    }
-KVPRIM_COPY(kvpi_copy_avx2, KVPRIM_AVX2, __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256)
-KVPRIM_COPY(kvpi_copy_avx512, KVPRIM_AVX512, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
-#endif
-
 /* A row in pieces on at least one side, or without a source (zeros): from piece's end to piece's end of either side. */
 static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
 {
@@ -3690,6 +3667,27 @@ KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, k
 }
 
 #ifdef KVPRIM_X86
+/* kvpi_copy() with vectors; `stream` needs rows of whole, aligned lines. */
+#define KVPRIM_COPY(name, target, vector, load, store, store_past_caches)                                              \
+    target static inline void name(char *dst, const char *src, size_t bytes, int stream)                               \
+    {                                                                                                                  \
+        const size_t width = sizeof(vector);                                                                           \
+        size_t b = 0;                                                                                                  \
+        if (bytes < width) {                                                                                           \
+            kvpi_copy(dst, src, bytes, 0);                                                                             \
+            return;                                                                                                    \
+        }                                                                                                              \
+        if (stream)                                                                                                    \
+            for (; b + width <= bytes; b += width)                                                                     \
+                store_past_caches((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));         \
+        for (; b + width <= bytes; b += width)                                                                         \
+            store((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));                         \
+        if (b < bytes)                                                                                                 \
+            store((vector *)(void *)(dst + bytes - width), load((const vector *)(const void *)(src + bytes - width))); \
+    }
+KVPRIM_COPY(kvpi_copy_avx2, KVPRIM_AVX2, __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256)
+KVPRIM_COPY(kvpi_copy_avx512, KVPRIM_AVX512, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
+
 static kvpi_kind kvpi_kind_of(const kvprim_move *m)
 {
     const kvprim_side *const indexed = m->dst.index ? &m->dst : &m->src;
