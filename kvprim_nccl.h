@@ -65,8 +65,7 @@
                                kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
                                nvcc, or clang for CUDA, compiles it, it has the kernels too; they run with every NCCL
                                from 2.19 on, whichever version it was compiled with.
-   KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take 13 s of nvcc for each
-                               architecture.
+   KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does
    KVPRIM_NO_NORM              the same for the kernels of kvprim_all_reduce_norm, which then returns
                                KVPRIM_ERROR_UNSUPPORTED; init takes no memory for it. On all ranks or on none
    KVPRIM_NO_EXCHANGE          the same for those of all_gather, all_gatherv, all_to_all and all_to_allv, which NCCL
@@ -824,8 +823,7 @@ template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, u
 
 /* >>impl_pack -- element types; packs loaded and stored, at unaligned ends too */
 
-/* Sends all ones as 0x7fffffff, whose elements are NaNs too: one of fp32; 0x7fff and 0xffff of fp16 and bf16; 0x7f and
-   three times 0xff of e4m3 and e5m2. */
+/* Sends all ones as 0x7fffffff, NaNs too: 0x7fff and 0xffff of 16 bits, 0x7f and three times 0xff of fp8. */
 KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
 {
     v.x = v.x == kvpn_empty_word ? kvpn_empty_word >> 1 : v.x;
@@ -1582,9 +1580,8 @@ template <class T, int max_ranks> struct kvpn_pipeline {
 
    Ways of all_gather, all_gatherv, all_to_all and all_to_allv: a part from each rank to each other one, of any size and
    place. Gathers send the same part to all.
-   Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Every rank uses the same
-   blocks, as many as the largest of all parts takes, and in each of them thread 0 sends every other rank a slot, and
-   waits for one, even where the part has no bytes: see >>impl_protocol. */
+   Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Parts without bytes take
+   slots, too: see >>impl_protocol. */
 enum { kvpn_group = 4, kvpn_large_group = 6 }; /* packs; see kvpn_parts_groups */
 #ifndef KVPRIM_NO_EXCHANGE
 typedef struct kvpn_part {
@@ -1688,9 +1685,8 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
 /* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the
    group were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. In a gather of
    more than two ranks role 0 sends to all, and role k receives from the rank k further on: roles have more threads.
-   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas.
-   A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
-   than one of 4 for 512 KB, and 8 % less for 64 MB. */
+   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas. A larger
+   group spends less on that slot, but writes later: 6 take 14 % longer than 4 for 512 KB, 8 % less for 64 MB. */
 template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
     enum { turn_last = 1, slots = group + 1 };
 
@@ -4569,8 +4565,7 @@ static uint32_t kvpn_few_share_bits(const kvprim_comm *comm, uint32_t row_packs,
     return bits;
 }
 
-/* Up to how many tokens kvpn_few_kernel takes in one launch: as many as have slots; 0: the blocks that can share a
-   token have too few threads for it. */
+/* Up to how many tokens kvpn_few_kernel takes in one launch: as many as have slots; 0: a token needs more threads. */
 static int64_t kvpn_few_most_tokens(const kvprim_comm *comm, uint32_t row_packs)
 {
     const uint32_t bits = kvpn_few_share_bits(comm, row_packs, comm->blocks),
