@@ -4215,8 +4215,8 @@ static kvprim_status kvpn_check_counts(kvpn_call *c)
     size_t sum = 0, least = SIZE_MAX;
     KVPRIM_REFUSE(!c->counts, NULL, "%s: counts is NULL", c->function);
     for (size_t k = 0; k < many; k++) {
-        KVPRIM_REFUSE(c->counts[k] > most - sum, SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
-                      c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
+        KVPRIM_REFUSE(c->counts[k] > most - sum, SIZE, "%s: counts[%zu] is %zu: all together are too many bytes",
+                      c->function, k, c->counts[k]);
         sum += c->counts[k];
         c->count = c->counts[k] > c->count ? c->counts[k] : c->count;
         least = c->counts[k] < least ? c->counts[k] : least;
@@ -4241,15 +4241,14 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
     enum cudaStreamCaptureStatus capture;
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     KVPRIM_REFUSE(device != c->comm->device, ARGUMENT, "%s: the current device is %d, the communicator is on device %d",
-                  f, device, (int)c->comm->device);
+                  f, device, c->comm->device);
     KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
     c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
         KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
         KVPRIM_REFUSE(device != c->comm->device, ARGUMENT,
-                      "%s: stream belongs to device %d, the communicator is on device %d", f, device,
-                      (int)c->comm->device);
+                      "%s: stream belongs to device %d, the communicator is on device %d", f, device, c->comm->device);
         c->comm->checked_stream = c->stream;
     }
 #endif
@@ -4260,13 +4259,12 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
 {
     if (count == 0)
         return KVPRIM_OK;
-    KVPRIM_REFUSE(!pointer, NULL, "%s: %s is NULL, but the count is %llu", c->function, name,
-                  (unsigned long long)c->count);
+    KVPRIM_REFUSE(!pointer, NULL, "%s: %s is NULL, but the count is %zu", c->function, name, c->count);
     KVPRIM_REFUSE((uintptr_t)pointer % c->element, ARGUMENT, "%s: %s is %p, not aligned to its elements of %d bytes",
                   c->function, name, (void *)(uintptr_t)pointer, (int)c->element);
     KVPRIM_REFUSE(count * c->element > UINTPTR_MAX - (uintptr_t)pointer, SIZE,
-                  "%s: %s is %p and has %llu elements: past the end of memory", c->function, name,
-                  (void *)(uintptr_t)pointer, (unsigned long long)count);
+                  "%s: %s is %p and has %zu elements: past the end of memory", c->function, name,
+                  (void *)(uintptr_t)pointer, count);
     return KVPRIM_OK;
 }
 
@@ -4281,9 +4279,8 @@ static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
     const bool exchanges = c->kind == kvpn_all_to_all || c->kind == kvpn_all_to_allv;
     if (recv + recv_bytes <= send || send + send_bytes <= recv || (recv_part == send_part && !exchanges))
         return KVPRIM_OK;
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: recv %p, %llu bytes, and send %p, %llu bytes, overlap%s", c->function,
-                       c->recv, (unsigned long long)recv_bytes, (void *)send, (unsigned long long)send_bytes,
-                       exchanges ? "" : " and are not in place");
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: recv %p, %zu bytes, and send %p, %zu bytes, overlap%s", c->function,
+                       c->recv, recv_bytes, (void *)send, send_bytes, exchanges ? "" : " and are not in place");
 }
 
 /* Fills in what follows from the arguments: both sides' counts, type, element, captured. */
@@ -4300,8 +4297,8 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     KVPRIM_REFUSE(c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world), ARGUMENT,
                   "%s: %s is %d, must be 0 to %d", c->function, c->kind == kvpn_broadcast ? "root" : "peer",
                   c->op_or_peer, (int)c->comm->world - 1);
-    KVPRIM_REFUSE(c->count > SIZE_MAX / type.bytes / world, SIZE, "%s: the count is %llu, which is too many bytes",
-                  c->function, (unsigned long long)c->count);
+    KVPRIM_REFUSE(c->count > SIZE_MAX / type.bytes / world, SIZE, "%s: the count is %zu, which is too many bytes",
+                  c->function, c->count);
     if (kvpn_has_parts(c->kind)) {
         c->recv_count = kvpn_part_begin(c, c->comm->world, false);
         c->send_count = kvpn_part_begin(c, c->comm->world, true);
@@ -4985,7 +4982,7 @@ static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_des
 static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
 {
     KVPRIM_REFUSE(d->scale_group != 0 && d->scale_group != kvpn_norm_group, ARGUMENT,
-                  "%s: desc->scale_group is %d, must be 0 or 128", f, (int)d->scale_group);
+                  "%s: desc->scale_group is %d, must be 0 or 128", f, d->scale_group);
     KVPRIM_REFUSE(d->scale_group && d->scale_per_token, ARGUMENT,
                   "%s: desc->scale_group and scale_per_token are both set", f);
     if (!d->scale_group && (d->scale_stride || d->scale_group_stride || d->scale_power_of_two || d->scale_dtype))
@@ -4999,7 +4996,7 @@ static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_des
     KVPRIM_REFUSE(d->scale_dtype != 0 && d->scale_dtype != KVPRIM_F32 && d->scale_dtype != KVPRIM_F8E8M0, ARGUMENT,
                   "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f, (int)d->scale_dtype);
     KVPRIM_REFUSE(d->hidden % d->scale_group, SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d",
-                  f, (long long)d->hidden, (int)d->scale_group);
+                  f, (long long)d->hidden, d->scale_group);
     const int64_t most = (int64_t)1 << 46; /* so that sums of products with tokens and groups stay below 2^63 */
     const int64_t words = kvpn_norm_words(d), tokens = d->tokens > 0 ? d->tokens : 1, step = d->scale_group_stride;
     const bool fits =
