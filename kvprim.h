@@ -2924,17 +2924,17 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
 /* With `apart` no layer of dst overlaps a layer of src. Otherwise none is the same as another layer of dst. */
 KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart)
 {
+    const kvprim_side *const dst = &m->dst;
     uint64_t layers[kvpi_sorted_layers], other[kvpi_sorted_layers];
     for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
         const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
-        int ascends = 1;
-        for (int32_t k = 0; k < n; k++) {
-            layers[k] = kvpi_layer_address(&m->dst, l + k);
-            ascends &= k == 0 || layers[k] > layers[k - 1];
+        const int falls = n > 2 && kvpi_layer_address(dst, l + 1) < kvpi_layer_address(dst, l);
+        const int alternate = n > 2 && (kvpi_layer_address(dst, l + 2) < kvpi_layer_address(dst, l + 1)) != falls;
+        for (int32_t k = 0; k < n; k++) { /* if K's and V's layers alternate, every other one makes two ordered runs */
+            const int32_t at = !alternate ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
+            layers[at] = kvpi_layer_address(dst, l + k);
         }
-        for (int32_t k = 0; k < n && !ascends; k++) /* K's and V's layers may alternate: that makes two ordered runs */
-            other[k % 2 ? (n + 1) / 2 + k / 2 : k / 2] = layers[k];
-        const uint64_t *const sorted = ascends ? layers : kvpi_sort(other, layers, n);
+        const uint64_t *const sorted = kvpi_sort(layers, other, n);
         KVPRIM_TRY(apart ? kvpi_check_layers_apart(m, sorted, n) : kvpi_check_layers_differ(m, sorted, n, l + n));
     }
     return KVPRIM_OK;
@@ -3098,6 +3098,7 @@ typedef struct kvpi_use {
 enum { kvpi_most_uses = 18 }; /* a fetch of K and V has 16, and one that is NULL is written after them */
 
 typedef struct kvpi_uses {
+    const char *function;
     int count;
     kvpi_use use[kvpi_most_uses];
 } kvpi_uses;
@@ -3179,8 +3180,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use
 }
 
 /* Checks the uses from `first` on, beside each other and beside those before. */
-static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, int first)
+static kvprim_status kvpi_check_uses(const kvpi_uses *u, int first)
 {
+    const char *const function = u->function;
     for (const kvpi_use *a = u->use + first, *const end = u->use + u->count; a < end; a++) {
         KVPRIM_REFUSE(!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0), ARGUMENT,
                       "%s: %s%s (%p) is not aligned to %d bytes", function, a->name, kvpi_use_field(a), a->data,
@@ -3320,7 +3322,7 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u, int done)
         (void)kvpi_add_use(u, kvpi_nans, 1, m->names->dst, m->dst.format.nans, 4, 4);
     if (m->rejected)
         (void)kvpi_add_use(u, kvpi_counter, 1, "rejected", m->rejected, 4, 4);
-    return kvpi_check_uses(m->names->function, u, before);
+    return kvpi_check_uses(u, before);
 }
 
 /* >>impl_moves -- descriptors into moves */
@@ -3371,7 +3373,7 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
                   "kvprim_gather: keep_padding is %d, neither 0 nor 1", (int)d->keep_padding);
     KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_gather", "", ""));
     kvpi_uses uses;
-    uses.count = 0;
+    uses.count = 0, uses.function = names.function;
     return kvpi_check_move(m, &uses, 0);
 }
 
@@ -3398,7 +3400,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     KVPRIM_REFUSE(!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows, NULL,
                   "kvprim_store: v_cache.data is NULL, but %s is set", d->v.data ? "v.data" : "v_bytes");
     kvpi_uses uses;
-    uses.count = 0;
+    uses.count = 0, uses.function = k_names.function;
     KVPRIM_TRY(kvpi_check_move(&m[0], &uses, 0));
     if (alike) { /* most of a check's time is that of its sides */
         kvpi_copy_side(&m[1].dst, &m[0].dst, &d->v_cache);
@@ -3455,7 +3457,7 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->dst));
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->src));
     kvpi_uses uses;
-    uses.count = 0;
+    uses.count = 0, uses.function = names.function;
     KVPRIM_TRY(kvpi_check_move(m, &uses, 0));
     KVPRIM_REFUSE(m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache, OVERLAP,
                   "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
@@ -4393,12 +4395,12 @@ KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_i
 /* >>impl_slots -- page tables into slots */
 
 /* An array of `elements`, of which there are as many as `field` says, `value`. */
-static kvprim_status kvpi_add_array(const char *function, kvpi_uses *u, int written, const char *name, const void *data,
+static kvprim_status kvpi_add_array(kvpi_uses *u, int written, const char *name, const void *data,
                                     kvprim_index_type type, uint64_t elements, const char *field, int64_t value)
 {
     const uint64_t bytes = kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4);
     KVPRIM_REFUSE(data && bytes >= kvpi_too_large, SIZE, "%s: %s is %lld, which makes %s larger than %llu bytes",
-                  function, field, (long long)value, name, (unsigned long long)kvpi_too_large);
+                  u->function, field, (long long)value, name, (unsigned long long)kvpi_too_large);
     (void)kvpi_add_use(u, written ? kvpi_counter : kvpi_array, written, name, data, bytes, kvpi_index_align(type));
     return KVPRIM_OK;
 }
@@ -4410,17 +4412,16 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     const uint64_t n = (uint64_t)count, each = (uint64_t)requests;
     const uint64_t pages = kvpi_add(kvpi_mul(each - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
     kvpi_uses u;
-    u.count = 0;
+    u.count = 0, u.function = function;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
-    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "slot", d->slot, d->slot_type, n, "count", count));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
-    KVPRIM_TRY(
-        kvpi_add_array(function, &u, 0, "page_starts", d->page_starts, d->pages_type, each + 1, "requests", requests));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "request", d->request, type, n, "count", count));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "position", d->position, type, n, "count", count));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "starts", d->starts, type, each, "requests", requests));
-    return kvpi_check_uses(function, &u, 0);
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "slot", d->slot, d->slot_type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "page_starts", d->page_starts, d->pages_type, each + 1, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "request", d->request, type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "position", d->position, type, n, "count", count));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "starts", d->starts, type, each, "requests", requests));
+    return kvpi_check_uses(&u, 0);
 }
 
 static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d)
@@ -4953,12 +4954,12 @@ KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc 
     KVPRIM_REFUSE(desc->max_count > KVPRIM_MAX_UNPACK_META, SIZE, "%s: max_count is %llu, more than %d", function,
                   (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
     kvpi_uses u;
-    u.count = 0;
+    u.count = 0, u.function = function;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", desc->rejected, 4, 4);
     (void)kvpi_add_use(&u, kvpi_counter, 1, "dst", desc->dst, desc->dst_bytes, 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "meta", desc->meta, desc->max_count * sizeof *desc->meta, 16);
     (void)kvpi_add_use(&u, kvpi_array, 0, "count", desc->count, sizeof *desc->count, 8);
-    return kvpi_check_uses(function, &u, 0);
+    return kvpi_check_uses(&u, 0);
 }
 
 KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
@@ -5099,7 +5100,7 @@ static kvprim_status kvpi_check_fetch_part(const kvprim_fetch_desc *d, int part,
 static kvprim_status kvpi_check_fetch(const char *function, kvprim_fetch_desc *d, kvprim_move *m)
 {
     kvpi_uses u;
-    u.count = 0;
+    u.count = 0, u.function = function;
     KVPRIM_TRY(kvpi_check_set_memory(function, &d->set));
     if (!d->k_hot.data && !d->k.data && !d->k_bytes && (d->v_hot.data || d->v.data || d->v_bytes))
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: v_hot, v or v_bytes is set, but k_hot.data is NULL", function);
@@ -5113,21 +5114,19 @@ static kvprim_status kvpi_check_fetch(const char *function, kvprim_fetch_desc *d
     const uint64_t in_fresh = kvpi_add(kvpi_mul(n - 1, (uint64_t)d->fresh_stride), fresh);
     const uint64_t in_pages = kvpi_add(kvpi_mul(of_pages - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
     (void)kvpi_add_use(&u, kvpi_counter, 1, "set.memory", d->set.memory, (uint64_t)d->set.bytes, 16);
-    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "state", d->state, d->state_type, n, "count", d->count));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 0, "wanted", d->wanted, d->wanted_type, in_wanted, "wanted_stride",
-                              d->wanted_stride));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "state", d->state, d->state_type, n, "count", d->count));
     KVPRIM_TRY(
-        kvpi_add_array(function, &u, 0, "fresh", d->fresh, d->wanted_type, in_fresh, "fresh_stride", d->fresh_stride));
-    KVPRIM_TRY(
-        kvpi_add_array(function, &u, 0, "pages", d->pages, d->pages_type, in_pages, "pages_stride", d->pages_stride));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "rows", d->rows, KVPRIM_I32, n * steps * top_k, "count", d->count));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "fresh_rows", d->fresh_rows, KVPRIM_I32, n * fresh, "count", d->count));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "plan_src", d->plan_src, KVPRIM_I32, entries, "count", d->count));
-    KVPRIM_TRY(kvpi_add_array(function, &u, 1, "plan_dst", d->plan_dst, KVPRIM_I32, entries, "count", d->count));
+        kvpi_add_array(&u, 0, "wanted", d->wanted, d->wanted_type, in_wanted, "wanted_stride", d->wanted_stride));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "fresh", d->fresh, d->wanted_type, in_fresh, "fresh_stride", d->fresh_stride));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, in_pages, "pages_stride", d->pages_stride));
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "rows", d->rows, KVPRIM_I32, n * steps * top_k, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "fresh_rows", d->fresh_rows, KVPRIM_I32, n * fresh, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "plan_src", d->plan_src, KVPRIM_I32, entries, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "plan_dst", d->plan_dst, KVPRIM_I32, entries, "count", d->count));
     (void)kvpi_add_use(&u, kvpi_counter, 1, "hits", d->hits, 4, 4);
     (void)kvpi_add_use(&u, kvpi_counter, 1, "misses", d->misses, 4, 4);
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
-    return kvpi_check_uses(function, &u, 0);
+    return kvpi_check_uses(&u, 0);
 }
 
 KVPRIM_API kvprim_status kvprim_fetch_check(const kvprim_fetch_desc *desc, kvprim_fetch_desc *resolved,
@@ -6057,14 +6056,14 @@ static kvprim_status kvpi_check_keys(const kvprim_keys_desc *d)
     KVPRIM_REFUSE(null, NULL, "kvprim_keys: %s is NULL", null);
     const size_t align = kvpi_index_align(KVPRIM_I64);
     kvpi_uses u;
-    u.count = 0;
+    u.count = 0, u.function = "kvprim_keys";
     (void)kvpi_add_use(&u, kvpi_counter, 1, "keys", d->keys, (uint64_t)(blocks * rule->bytes), 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, kvpi_mul((uint64_t)n, wide ? 8 : 4),
                        kvpi_index_align(d->token_type));
     (void)kvpi_add_use(&u, kvpi_array, 0, "parent", d->parent,
                        (uint64_t)(d->parent_bytes ? d->parent_bytes : rule->bytes), 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "extra", d->extra, (uint64_t)d->extra_count * sizeof *d->extra, align);
-    KVPRIM_TRY(kvpi_check_uses("kvprim_keys", &u, 0));
+    KVPRIM_TRY(kvpi_check_uses(&u, 0));
     KVPRIM_TRY(kvpi_check_extra(d, blocks, KVPRIM_MAX_KEY_BLOCK - d->block_tokens * each));
     return kvpi_check_tokens(d, n);
 }
