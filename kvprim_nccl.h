@@ -852,7 +852,6 @@ struct kvpn_f32 {
     }
 };
 
-/* Two elements of 16 bits. */
 template <class Pair> struct kvpn_pair {
     enum { per_word = 2, whole = 1 };
     KVPRIM_NCCL_DEVICE uint32_t word_of(Pair pair)
@@ -1013,7 +1012,6 @@ template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
     return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : 0x80808080u;
 }
 
-/* The elements of a pack. */
 template <class T> KVPRIM_NCCL_DEVICE void kvpn_split_pack(uint4 v, float *f)
 {
     T::split(v.x, f), T::split(v.y, f + T::per_word);
@@ -1176,13 +1174,11 @@ KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v
         v[r] = r == p.rank ? own : uint4{none, none, none, none};
 }
 
-/* A bit for each rank that this one hears from. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_other_ranks(const kvpn_params &p)
 {
     return ((1u << p.world) - 1) & ~(1u << p.rank);
 }
 
-/* How many packs of a slice this block has. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_packs_of_block(const kvpn_params &p, const kvpn_thread &me)
 {
     const uint32_t left = p.slice_packs - me.block * p.block_packs;
@@ -1196,7 +1192,6 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_peer_rank(const kvpn_params &p, uint32_t k)
     return r < p.world ? r : r - p.world;
 }
 
-/* Stores v to the same slot of every other rank. */
 template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_params &p, uint32_t offset, uint4 v)
 {
     KVPRIM_NCCL_UNROLL
@@ -1352,7 +1347,6 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
 template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
     enum { two_waits = 1, is_any = kvpn_reduction<T, max_ranks>::is_any };
 
-    /* Whether sums go to all other ranks. */
     KVPRIM_NCCL_DEVICE bool shares(const kvpn_params &p)
     {
         return !is_any || (p.what & kvpn_shares);
@@ -1528,7 +1522,6 @@ template <class T, int max_ranks> struct kvpn_pipeline {
                 kvpn_store_slot(to + 16 * u * me.threads, kvpn_replace_empty(v[u]));
     }
 
-    /* Returns false if this rank stopped. */
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t piece, uint32_t what)
     {
         const uint32_t which = packs_of(p, me, piece), first = first_pack(p, me, piece);
@@ -1669,7 +1662,6 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
     }
 };
 
-/* The words of a pack that are all ones. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_ones_of(uint4 v)
 {
     return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
@@ -1998,7 +1990,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return !usual && p.quantised;
     }
 
-    /* The number of the thread's pack k. */
     KVPRIM_NCCL_DEVICE uint32_t pack(thread &me, uint32_t k)
     {
         return k * me.threads + me.thread;
@@ -2149,14 +2140,13 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         uint4 own, residual;
     };
 
-    /* The first token of the block, or of its cluster. */
     KVPRIM_NCCL_DEVICE uint32_t first_token(const params &p, thread &me)
     {
         const uint32_t number = is::in_clusters ? me.block >> p.share_bits : me.block;
         return usual ? number : number * p.block_packs;
     }
 
-    /* The end of its tokens, where they take turns. */
+    /* The end of the tokens of a block, or of its cluster, where they take turns. */
     KVPRIM_NCCL_DEVICE uint32_t end_of_tokens(const params &p, thread &me)
     {
         const uint32_t end = first_token(p, me) + p.block_packs;
@@ -2200,7 +2190,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return true;
     }
 
-    /* Whether the row has a next token. */
     KVPRIM_NCCL_DEVICE bool goes_on(const params &p, thread &me, const token &t)
     {
         return is::in_turn && t.token + p.rows < end_of_tokens(p, me);
@@ -2215,7 +2204,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             l.residual = load(p, me, p.residual, t.token + p.rows, p.residual_stride, 0);
     }
 
-    /* Sends this rank's addend of the next token. */
     KVPRIM_NCCL_DEVICE void send_next(const params &p, thread &me, const token &t, const later &l)
     {
         const uint32_t next = t.token + p.rows;
@@ -2226,7 +2214,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
              l.early ? l.own : load(p, me, p.send, next, p.send_stride, 0));
     }
 
-    /* Goes on to the next token. Returns false if there is none. */
     KVPRIM_NCCL_DEVICE bool next(const params &p, thread &me, token &t, const later &l)
     {
         if (!goes_on(p, me, t))
@@ -2264,7 +2251,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
                                                           max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, a.v);
     }
 
-    /* Empties the slots. Returns the sum. */
     KVPRIM_NCCL_DEVICE uint4 sum(const params &p, const awaited &a)
     {
         kvpn_clear_slots<awaited::slots>(a.first, p.sender_bytes, a.which);
@@ -2325,7 +2311,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return all;
     }
 
-    /* The largest of `lanes` neighbours. */
     template <int lanes> KVPRIM_NCCL_DEVICE uint32_t largest_of(uint32_t most)
     {
         KVPRIM_NCCL_UNROLL
@@ -2559,7 +2544,6 @@ static kvprim_status kvpn_nccl_status(const char *function, const char *call, nc
 #define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_TRY(kvpn_cuda_status(f, #call, call))
 #define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_TRY(kvpn_nccl_status(f, #call, call))
 
-/* Since some fixed time. */
 static int64_t kvpn_now_us(void)
 {
     struct timespec t;
@@ -2571,11 +2555,9 @@ static int64_t kvpn_now_us(void)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
-/* Words that several threads read and write. */
 #define KVPRIM_NCCL_LOAD(word) __atomic_load_n(word, __ATOMIC_SEQ_CST)
 #define KVPRIM_NCCL_STORE(word, value) __atomic_store_n(word, value, __ATOMIC_SEQ_CST)
 
-/* Returns the new value. */
 static int32_t kvpn_add(int32_t *word, int32_t n)
 {
     return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST);
@@ -2703,7 +2685,6 @@ static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
     return changed;
 }
 
-/* The same for a call that needs a communicator that is alive, and leaves it so. */
 static kvprim_status kvpn_enter_alive(const char *function, kvprim_comm *comm)
 {
     return kvpn_enter(comm, kvpn_alive, kvpn_alive) ? KVPRIM_OK : kvpn_fail_not_alive(function, comm);
@@ -2776,7 +2757,6 @@ static void kvpn_release_slots(kvpn_slots *slots, bool own)
 
 /* >>impl_teardown -- the end of NCCL's communicator, on a thread of its own */
 
-/* A send or a receive of an open group. */
 typedef struct kvpn_group_call {
     void *memory;
     size_t count;
@@ -4010,7 +3990,6 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 
 /* >>impl_watch -- kvprim_comm_check, and where a wait for NCCL's collectives ends */
 
-/* Reports that an own kernel stopped, here or on another rank. */
 static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
 {
     const uint32_t reason = comm->stop ? KVPRIM_NCCL_LOAD(comm->stop) : 0;
@@ -4065,7 +4044,6 @@ static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *erro
     return 0;
 }
 
-/* Whether NCCL reports an error, or has passed the deadline. */
 static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
 {
     const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
@@ -4185,7 +4163,6 @@ static char *kvpn_byte_at(const void *tensor, size_t at)
     return (char *)((uintptr_t)tensor + at);
 }
 
-/* How many elements rank `from` sends to rank `to`. */
 static size_t kvpn_part_count(const kvpn_call *c, int from, int to)
 {
     return c->kind == kvpn_all_to_allv   ? c->counts[(size_t)from * (size_t)c->comm->world + (size_t)to]
@@ -4422,7 +4399,6 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn_bytes = 2 * p->area_bytes;
 }
 
-/* What a kernel of kvpn_any does. */
 static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
 {
     static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
@@ -4745,7 +4721,6 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
    Calls are kept here, not in a group of NCCL's that is open meanwhile. NCCL's groups belong to the thread, cannot be
    dropped, and may not see their communicator end: an abort would leave one that crashes when it is closed. */
 
-/* Keeps a call until kvprim_group_end. */
 static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 {
     KVPRIM_REFUSE(c->kind < kvpn_send, ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
@@ -4823,7 +4798,6 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
     return kvpn_run_nccl(c);
 }
 
-/* Runs a call, or keeps it if a group is open. */
 static kvprim_status kvpn_run_or_keep(kvpn_call *c, kvprim_status (*run)(kvpn_call *))
 {
     KVPRIM_TRY(kvpn_enter_alive(c->function, c->comm));
@@ -4834,7 +4808,6 @@ static kvprim_status kvpn_run_or_keep(kvpn_call *c, kvprim_status (*run)(kvpn_ca
     return s;
 }
 
-/* counts: of all_gatherv and all_to_allv. */
 static kvprim_status kvpn_collective(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv,
                                      const void *send, size_t count, const size_t *counts, kvprim_dtype dtype,
                                      int op_or_peer, cudaStream_t stream)
@@ -5107,7 +5080,6 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
     return KVPRIM_OK;
 }
 
-/* With its defaults filled in. */
 static kvprim_norm_desc kvpn_complete_norm(const kvprim_norm_desc *desc)
 {
     kvprim_norm_desc d = *desc;
@@ -5128,7 +5100,6 @@ static void *kvpn_norm_row(const void *tensor, int64_t stride, int64_t token, si
     return tensor ? (char *)(uintptr_t)tensor + (size_t)(token * stride) * element : NULL;
 }
 
-/* The same of some of its tokens. */
 static kvprim_norm_desc kvpn_norm_part(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
 {
     kvprim_norm_desc part = *d;
@@ -5242,7 +5213,6 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_
    The host's twin. It reads addends and residual up to three times instead of keeping a row. An element's outputs are
    written after all reads of that element, so they may lie in its place. */
 
-/* A token under way. */
 typedef struct kvpn_host_token {
     const kvprim_norm_desc *d;
     const void *const *sends;
@@ -5323,7 +5293,6 @@ static float kvpn_host_rsqrt(float x)
     return kvpi_float_of(low);
 }
 
-/* kvpn_host_token's factor, from its other fields. */
 static float kvpn_host_factor(const kvpn_host_token *t)
 {
     const int64_t packs = t->d->hidden / 8;
