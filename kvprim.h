@@ -1256,7 +1256,6 @@ KVPRIM_ELEMENT uint32_t kvpi_to_int8(float x)
     return (bits >> 31 ? 0 - value : value) & 0xff;
 }
 
-/* The same with 4 bits. */
 KVPRIM_ELEMENT uint32_t kvpi_to_int4(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff, most = a < 0x40e00000 ? a : 0x40e00000;
@@ -1378,7 +1377,6 @@ KVPRIM_ELEMENT int kvpi_is_quantised(kvprim_dtype dtype)
     return dtype == KVPRIM_F8E4M3 || dtype == KVPRIM_F8E5M2 || dtype == KVPRIM_INT8 || kvpi_is_four_bit(dtype);
 }
 
-/* How many elements lie in so many bytes, and the reverse. */
 KVPRIM_ELEMENT int64_t kvpi_elements_in(kvprim_dtype dtype, int64_t bytes)
 {
     return kvpi_is_four_bit(dtype) ? 2 * bytes : bytes / kvpi_dtype_bytes(dtype);
@@ -1420,7 +1418,6 @@ KVPRIM_ELEMENT uint32_t kvpi_to_element(kvprim_dtype dtype, float x)
                                     : kvpi_to_f32(x);
 }
 
-/* The two elements of a word of fp16. */
 KVPRIM_ELEMENT void kvpi_of_f16x2(float *x, uint32_t word)
 {
 #ifdef __CUDA_ARCH__
@@ -1432,7 +1429,6 @@ KVPRIM_ELEMENT void kvpi_of_f16x2(float *x, uint32_t word)
 #endif
 }
 
-/* The four elements of a word of E4M3 or E5M2, and back. */
 KVPRIM_ELEMENT void kvpi_of_f8x4(kvprim_dtype dtype, float *x, uint32_t word)
 {
 #ifdef KVPRIM_PTX_F8
@@ -2326,7 +2322,6 @@ static kvprim_status kvpi_fail_field(const kvprim_move *m, const kvprim_side *si
                        field, (long long)value, why, (unsigned long long)other);
 }
 
-/* A field and its value. */
 typedef struct kvpi_number {
     const char *field;
     int64_t value;
@@ -2474,7 +2469,6 @@ static int kvpi_converts(const kvprim_format *dst, const kvprim_format *src)
     return (to_float && (from_float || kvpi_is_quantised(src->dtype))) || (from_float && kvpi_is_quantised(dst->dtype));
 }
 
-/* Whether the rows of two formats are the same bytes. */
 static int kvpi_same_bytes(const kvprim_format *dst, const kvprim_format *src)
 {
     return dst->dtype == src->dtype && !dst->scale && !src->scale;
@@ -3592,7 +3586,6 @@ KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
         KVPRIM_PREFETCH(row + b);
 }
 
-/* The same for a row in pieces. */
 static void kvpi_prefetch_pieces(const kvprim_side *side, const char *row, size_t bytes)
 {
     const size_t piece = (size_t)side->piece_bytes;
@@ -3888,7 +3881,6 @@ typedef struct kvpi_conversion {
     kvpi_most_fn *most;
 } kvpi_conversion;
 
-/* Fills in what follows from the move. */
 static void kvpi_set_conversion(kvpi_conversion *c)
 {
     const kvprim_side *const dst = &c->move.dst, *const src = &c->move.src;
@@ -3928,7 +3920,6 @@ static char *kvpi_tile_at(const kvpi_conversion *c, char *scales, int64_t t)
     return scales + t / tiles * f->scale_tile_stride + t % tiles * (f->scale_order ? 4 : 1);
 }
 
-/* The scale, times that of the tensor if there is one. */
 static float kvpi_read_scale(const kvprim_format *f, const char *at)
 {
     uint32_t bits = *(const uint8_t *)at;
@@ -4016,7 +4007,6 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
     return nans;
 }
 
-/* One layer, with the index rule. */
 static void kvpi_convert_layer(const kvpi_conversion *c)
 {
     const kvprim_move *const m = &c->move;
@@ -4553,7 +4543,6 @@ enum { kvpi_debug = 1 }; /* destinations must not overlap each other, too */
 enum { kvpi_debug = 0 };
 #endif
 
-/* A list of copies from address to address. */
 typedef struct kvpi_list {
     const char *function, *name;      /* of the array, for errors */
     const kvprim_copy_item *items;    /* either these ... */
@@ -4985,7 +4974,6 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 /* >>impl_check_fetch -- checks of a fetch and of its set */
 #ifndef KVPRIM_NO_FETCH
 
-/* A field, and what it may be. */
 typedef struct kvpi_bounds {
     const char *field;
     int64_t value, least, most;
@@ -5016,7 +5004,6 @@ static kvprim_status kvpi_check_set(const char *function, const kvprim_fetch_set
     return KVPRIM_CHECK_RANGES(function, bytes);
 }
 
-/* The set, and the room for it. */
 static kvprim_status kvpi_check_set_memory(const char *function, const kvprim_fetch_set *d)
 {
     KVPRIM_TRY(kvpi_check_set(function, d));
@@ -5230,7 +5217,6 @@ static int kvpi_is_slot(const kvpi_fetch *f, int32_t slot)
     return slot >= 0 && slot < f->layout.hot_rows;
 }
 
-/* Whether the log's entry at `at` is alive. */
 static int kvpi_is_alive(const kvpi_fetch *f, const kvpi_fetch_state *s, int64_t at)
 {
     return kvpi_is_slot(f, s->log[at]) && s->stamp[s->log[at]] == at;
@@ -5652,7 +5638,6 @@ typedef struct kvpi_key_rule {
     const char *first;
 } kvpi_key_rule;
 
-/* NULL for an unknown rule. */
 static const kvpi_key_rule *kvpi_rule_of(kvprim_key_rule rule)
 {
     static const kvpi_key_rule rules[] = {
