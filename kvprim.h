@@ -16,16 +16,11 @@
                .k_cache = {.data = k_cache, .rows = 6}, .v_cache = {.data = v_cache, .rows = 6},
                .k = {.data = k, .rows = 3}, .v = {.data = v, .rows = 3}, .k_bytes = 8, .v_bytes = 8,
                .slot = slot, .slot_type = KVPRIM_I32, .count = 3};
-           const int32_t index[] = {1, 4};
-           char got[2][8];
-           kvprim_gather_desc gather = {
-               .dst = {.data = got, .rows = 2}, .src = {.data = v_cache, .rows = 6}, .row_bytes = 8,
-               .index = index, .index_type = KVPRIM_I32, .count = 2};
-           if (kvprim_store(&store) != KVPRIM_OK || kvprim_gather(&gather) != KVPRIM_OK) {
+           if (kvprim_store(&store) != KVPRIM_OK) {
                fprintf(stderr, "%s\n", kvprim_last_error());
                return 1;
            }
-           printf("slot 1 holds \"%s\", slot 4 \"%s\"\n", got[0], got[1]);
+           printf("slot 1 holds \"%s\", slot 4 \"%s\"\n", v_cache[1], v_cache[4]);
        }
 
    It finds how much of a prompt is already cached (prefix compare), turns page tables into slots, and moves rows of
@@ -132,11 +127,14 @@
 #define KVPRIM_API extern
 #endif
 
-/* Compilers warn if the caller ignores the result. */
+/* CHECKED: compilers warn if a caller ignores the result. LIKELY, for kvprim's headers alone, orders the code: a taken
+   branch costs up to 2 cycles. */
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_CHECKED __attribute__((warn_unused_result))
+#define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1)
 #else
 #define KVPRIM_CHECKED
+#define KVPRIM_LIKELY(x) (x)
 #endif
 
 /* Which variants of the prefix compare exist here. Other compilers and processors use the scalar one. */
@@ -630,8 +628,7 @@ typedef struct kvprim_copy_desc {
 
 enum { KVPRIM_MAX_COPIES = 1 << 18 }; /* more is KVPRIM_ERROR_SIZE */
 
-/* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
-   call fails with KVPRIM_ERROR_OVERLAP).
+/* Sources may overlap each other, destinations must not: as in unpack, with KVPRIM_DEBUG too.
    Aliasing: no destination may share a byte with any source or with the array of items (checked, with 36 KB of stack).
    Two passes over the items do if all destinations lie before or after all sources. Pages, whose addresses and sizes
    are multiples of one power of two, take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise starts are
@@ -676,8 +673,7 @@ typedef struct kvprim_fetch_desc {
     const void *fresh; /* optional: `count` rows of fresh_count tokens whose hot rows the caller writes */
     int64_t fresh_count, fresh_stride; /* after this call: they get one, and nothing is fetched. 0: fresh_count */
     /* Where the row of a token lies in k and v: row page * page_rows + token % page_rows, where page is number token /
-       page_rows of the request's max_pages in `pages`, as in kvprim_slots_desc. page_rows = 1: a table of rows. Without
-       pages, token t is row t. */
+       page_rows of the request's max_pages in `pages`. page_rows = 1: a table of rows. No pages: token t is row t. */
     const void *pages;
     kvprim_index_type pages_type;
     int32_t pages_by_state;                     /* 0: request i has row i of `pages`; 1: row state[i] */
@@ -781,8 +777,7 @@ typedef struct kvprim_keys_desc {
     uint64_t seed;
     /* 1 for EAGLE: SGLANG hashes pairs (token i, token i + 1), and DYNAMO also the token after a block. There are
        (count - 1) / block_tokens keys then. */
-    int32_t bigrams;
-    int32_t reserved;
+    int32_t bigrams, reserved;
 } kvprim_keys_desc;
 
 /* Of a block: 5 for each int32 token, 10 for an int64, twice that with bigrams, and its extra. */
@@ -854,8 +849,7 @@ typedef struct kvprim_side {
     int64_t piece_bytes;        /* of a row's elements in this side's type, / heads */
     uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
     void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
-    int32_t host_index;
-    int32_t reserved;
+    int32_t host_index, reserved;
     /* The table's, with its defaults. If bytes move as they are, dtype, scale, scales and nans are 0, and the rest is
        unspecified. An empty table has no scales. If layers share theirs, scale_layer_stride is 0 */
     kvprim_format format;
@@ -871,8 +865,7 @@ typedef struct kvprim_move {
     int64_t row_bytes, count; /* row_bytes: of src's elements; dst's are dst.piece_bytes * dst.table.heads */
     int32_t layers;
     int32_t zero; /* 1: a dst row whose source is out of range becomes zeros; 0: it is left alone */
-    int32_t same_cache;
-    int32_t reserved_cache;
+    int32_t same_cache, reserved_cache;
     uint32_t *rejected; /* counted in layer 0 */
     const kvprim_move_names *names;
 } kvprim_move;
@@ -1025,13 +1018,8 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 #define KVPRIM_GRID_CONSTANT __grid_constant__
 #endif
 
-/* For kvprim's headers alone. KVPRIM_LIKELY orders the code: a taken branch costs up to 2 cycles. KVPRIM_TRY returns
-   the status unless it is KVPRIM_OK, KVPRIM_REFUSE that of kvprim_fail() if the condition is met. */
-#if defined(__GNUC__) || defined(__clang__)
-#define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1)
-#else
-#define KVPRIM_LIKELY(x) (x)
-#endif
+/* For kvprim's headers alone. KVPRIM_TRY returns the status unless it is KVPRIM_OK, KVPRIM_REFUSE that of kvprim_fail()
+   if the condition is met. */
 #define KVPRIM_TRY(call)                                                                                               \
     do {                                                                                                               \
         const kvprim_status try_status = (call);                                                                       \
@@ -1268,7 +1256,6 @@ KVPRIM_ELEMENT uint32_t kvpi_to_int8(float x)
     return (bits >> 31 ? 0 - value : value) & 0xff;
 }
 
-/* The same with 4 bits. */
 KVPRIM_ELEMENT uint32_t kvpi_to_int4(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff, most = a < 0x40e00000 ? a : 0x40e00000;
@@ -1390,7 +1377,6 @@ KVPRIM_ELEMENT int kvpi_is_quantised(kvprim_dtype dtype)
     return dtype == KVPRIM_F8E4M3 || dtype == KVPRIM_F8E5M2 || dtype == KVPRIM_INT8 || kvpi_is_four_bit(dtype);
 }
 
-/* How many elements lie in so many bytes, and the reverse. */
 KVPRIM_ELEMENT int64_t kvpi_elements_in(kvprim_dtype dtype, int64_t bytes)
 {
     return kvpi_is_four_bit(dtype) ? 2 * bytes : bytes / kvpi_dtype_bytes(dtype);
@@ -1432,7 +1418,6 @@ KVPRIM_ELEMENT uint32_t kvpi_to_element(kvprim_dtype dtype, float x)
                                     : kvpi_to_f32(x);
 }
 
-/* The two elements of a word of fp16. */
 KVPRIM_ELEMENT void kvpi_of_f16x2(float *x, uint32_t word)
 {
 #ifdef __CUDA_ARCH__
@@ -1444,7 +1429,6 @@ KVPRIM_ELEMENT void kvpi_of_f16x2(float *x, uint32_t word)
 #endif
 }
 
-/* The four elements of a word of E4M3 or E5M2, and back. */
 KVPRIM_ELEMENT void kvpi_of_f8x4(kvprim_dtype dtype, float *x, uint32_t word)
 {
 #ifdef KVPRIM_PTX_F8
@@ -1485,9 +1469,8 @@ KVPRIM_ELEMENT uint32_t kvpi_to_f8x4(kvprim_dtype dtype, const float *x)
     return word;
 }
 
-/* A tile's largest magnitude (amax), found in the bits of its elements, which order as the magnitudes do, NaN last:
-   kvpi_tile_most() takes the result of the elements before, 0 at first. kvpi_tile_largest() turns the last result into
-   a float. */
+/* A tile's largest magnitude (amax), by the bits of its elements, which order as magnitudes do, NaN last:
+   kvpi_tile_most() takes the result of the elements before, 0 at first; kvpi_tile_largest() makes the last a float. */
 KVPRIM_ELEMENT uint32_t kvpi_tile_most(uint32_t most, float x)
 {
     const uint32_t a = kvpi_bits_of(x) & 0x7fffffff, number = a > 0x7f800000 ? 0 : a;
@@ -1549,8 +1532,7 @@ KVPRIM_ELEMENT uint32_t kvpi_to_short_scale(kvprim_dtype dtype, float scale)
 
 #ifdef KVPRIM_X86
 #include <immintrin.h>
-#endif
-#ifdef KVPRIM_NEON
+#elif defined(KVPRIM_NEON)
 #include <arm_neon.h>
 #endif
 #if defined(KVPRIM_ARM_SHA) && !defined(__ARM_FEATURE_SHA2)
@@ -1578,9 +1560,11 @@ KVPRIM_ELEMENT uint32_t kvpi_to_short_scale(kvprim_dtype dtype, float scale)
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
 #define KVPRIM_SELDOM __attribute__((noinline)) static /* inlined, it would slow down its caller */
+#define KVPRIM_PREFETCH(p) __builtin_prefetch(p, 0, 2) /* to the second-level cache: the first has too few lines */
 #else
 #define KVPRIM_INLINE static inline
 #define KVPRIM_SELDOM static
+#define KVPRIM_PREFETCH(p) ((void)(p))
 #endif
 
 #ifdef __cplusplus
@@ -2103,24 +2087,19 @@ KVPRIM_INLINE kvpi_prefix_fn *kvpi_prefix_variant(void)
      : (n) == 1 || !KVPRIM_SAME(load, a, b, 1) ? 1                                                                     \
                                                : 2 + (size_t)((n) == 3 && KVPRIM_SAME(load, a, b, 2)))
 
-KVPRIM_API size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
-{
-    KVPRIM_RANGE("kvprim_prefix_i32");
-    const size_t n = kvpi_min(a_len, b_len);
-    if (!KVPRIM_LIKELY(a && b))
-        return kvpi_prefix_null("kvprim_prefix_i32", a, a_len, b, b_len);
-    return n > 3 ? kvpi_prefix_variant()(a, n, b, n) : KVPRIM_PREFIX_FEW(kvpi_load_u32, a, b, n);
-}
-
-KVPRIM_API size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len)
-{
-    KVPRIM_RANGE("kvprim_prefix_i64");
-    const size_t n = kvpi_min(a_len, b_len);
-    const int32_t *const x = (const int32_t *)(const void *)a, *const y = (const int32_t *)(const void *)b;
-    if (!KVPRIM_LIKELY(a && b))
-        return kvpi_prefix_null("kvprim_prefix_i64", a, a_len, b, b_len);
-    return n > 3 ? kvpi_prefix_variant()(x, 2 * n, y, 2 * n) / 2 : KVPRIM_PREFIX_FEW(kvpi_load_u64, a, b, n);
-}
+#define KVPRIM_PREFIX(name, type, load)                                                                                \
+    KVPRIM_API size_t name(const type *a, size_t a_len, const type *b, size_t b_len)                                   \
+    {                                                                                                                  \
+        KVPRIM_RANGE(#name);                                                                                           \
+        const size_t n = kvpi_min(a_len, b_len), each = sizeof(type) / 4;                                              \
+        const int32_t *const x = (const int32_t *)(const void *)a, *const y = (const int32_t *)(const void *)b;        \
+        if (!KVPRIM_LIKELY(a && b))                                                                                    \
+            return kvpi_prefix_null(#name, a, a_len, b, b_len);                                                        \
+        return n > 3 ? kvpi_prefix_variant()(x, each * n, y, each * n) / each : KVPRIM_PREFIX_FEW(load, a, b, n);      \
+    }
+KVPRIM_PREFIX(kvprim_prefix_i32, int32_t, kvpi_load_u32)
+KVPRIM_PREFIX(kvprim_prefix_i64, int64_t, kvpi_load_u64)
+#undef KVPRIM_PREFIX
 #undef KVPRIM_PREFIX_FEW
 #undef KVPRIM_SAME
 
@@ -2343,7 +2322,6 @@ static kvprim_status kvpi_fail_field(const kvprim_move *m, const kvprim_side *si
                        field, (long long)value, why, (unsigned long long)other);
 }
 
-/* A field and its value. */
 typedef struct kvpi_number {
     const char *field;
     int64_t value;
@@ -2491,7 +2469,6 @@ static int kvpi_converts(const kvprim_format *dst, const kvprim_format *src)
     return (to_float && (from_float || kvpi_is_quantised(src->dtype))) || (from_float && kvpi_is_quantised(dst->dtype));
 }
 
-/* Whether the rows of two formats are the same bytes. */
 static int kvpi_same_bytes(const kvprim_format *dst, const kvprim_format *src)
 {
     return dst->dtype == src->dtype && !dst->scale && !src->scale;
@@ -2852,21 +2829,6 @@ static size_t kvpi_index_align(kvprim_index_type type)
 
 enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
-/* Whether each layer starts after the one before it. The loop has no branch, so that compilers use vectors. Addresses
-   from 2^63 on count as not ascending, which only takes longer to check. */
-static int kvpi_layers_ascend(const kvprim_side *side, int32_t n)
-{
-    void *const *const layers = side->layers;
-    if (!layers)
-        return side->layer_stride > 0;
-    uint64_t less = UINT64_MAX, high = (uint64_t)(uintptr_t)layers[0];
-    for (int32_t l = 1; l < n; l++) {
-        const uint64_t before = (uint64_t)(uintptr_t)layers[l - 1], address = (uint64_t)(uintptr_t)layers[l];
-        less &= before - address, high |= address;
-    }
-    return (less & ~high) >> 63 != 0;
-}
-
 /* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
    mostly form few runs: all of K, then all of V. */
 static uint64_t *kvpi_sort(uint64_t *a, uint64_t *other, int32_t n)
@@ -2914,20 +2876,6 @@ static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
     return (int32_t)(low - sorted) + (*low < x);
 }
 
-static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64_t src)
-{
-    int32_t i = 0, j = 0;
-    while (kvpi_layer_address(&m->dst, i) != dst)
-        i++;
-    while (kvpi_layer_address(&m->src, j) != src)
-        j++;
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                       "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)%s", m->names->function,
-                       (int)i, (void *)(uintptr_t)dst, (unsigned long long)m->dst.bytes, (int)j, (void *)(uintptr_t)src,
-                       (unsigned long long)m->src.bytes,
-                       dst == src ? "; to copy rows inside one cache set same_cache" : "");
-}
-
 /* None of some layers of dst, sorted, is the same as another of them, or as a layer of dst from `later` on. */
 static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64_t *sorted, int32_t n, int32_t later)
 {
@@ -2953,8 +2901,16 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
         if (src > sorted[n - 1] + reach || sorted[0] >= src + m->src.bytes)
             continue;
         const int32_t k = kvpi_lower_bound(sorted, n, src > reach ? src - reach : 0);
-        if (sorted[k] < src || sorted[k] - src < m->src.bytes)
-            return kvpi_fail_layers(m, sorted[k], src);
+        if (sorted[k] >= src && sorted[k] - src >= m->src.bytes)
+            continue;
+        int32_t i = 0;
+        while (kvpi_layer_address(&m->dst, i) != sorted[k])
+            i++;
+        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                           "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)%s",
+                           m->names->function, (int)i, (void *)(uintptr_t)sorted[k], (unsigned long long)m->dst.bytes,
+                           (int)l, (void *)(uintptr_t)src, (unsigned long long)m->src.bytes,
+                           sorted[k] == src ? "; to copy rows inside one cache set same_cache" : "");
     }
     return KVPRIM_OK;
 }
@@ -2962,15 +2918,17 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
 /* With `apart` no layer of dst overlaps a layer of src. Otherwise none is the same as another layer of dst. */
 KVPRIM_SELDOM kvprim_status kvpi_check_layers(const kvprim_move *m, int apart)
 {
-    const int ascends = apart && kvpi_layers_ascend(&m->dst, m->layers);
-    uint64_t layers[kvpi_sorted_layers], merged[kvpi_sorted_layers];
+    const kvprim_side *const dst = &m->dst;
+    uint64_t layers[kvpi_sorted_layers], other[kvpi_sorted_layers];
     for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
         const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
+        const int falls = n > 2 && kvpi_layer_address(dst, l + 1) < kvpi_layer_address(dst, l);
+        const int alternate = n > 2 && (kvpi_layer_address(dst, l + 2) < kvpi_layer_address(dst, l + 1)) != falls;
         for (int32_t k = 0; k < n; k++) { /* if K's and V's layers alternate, every other one makes two ordered runs */
-            const int32_t at = ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
-            layers[at] = kvpi_layer_address(&m->dst, l + k);
+            const int32_t at = !alternate ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
+            layers[at] = kvpi_layer_address(dst, l + k);
         }
-        const uint64_t *const sorted = ascends ? layers : kvpi_sort(layers, merged, n);
+        const uint64_t *const sorted = kvpi_sort(layers, other, n);
         KVPRIM_TRY(apart ? kvpi_check_layers_apart(m, sorted, n) : kvpi_check_layers_differ(m, sorted, n, l + n));
     }
     return KVPRIM_OK;
@@ -3134,6 +3092,7 @@ typedef struct kvpi_use {
 enum { kvpi_most_uses = 18 }; /* a fetch of K and V has 16, and one that is NULL is written after them */
 
 typedef struct kvpi_uses {
+    const char *function;
     int count;
     kvpi_use use[kvpi_most_uses];
 } kvpi_uses;
@@ -3215,8 +3174,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_pair(const char *function, const kvpi_use
 }
 
 /* Checks the uses from `first` on, beside each other and beside those before. */
-static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, int first)
+static kvprim_status kvpi_check_uses(const kvpi_uses *u, int first)
 {
+    const char *const function = u->function;
     for (const kvpi_use *a = u->use + first, *const end = u->use + u->count; a < end; a++) {
         KVPRIM_REFUSE(!KVPRIM_LIKELY(((uintptr_t)a->data & (uintptr_t)(a->align - 1)) == 0), ARGUMENT,
                       "%s: %s%s (%p) is not aligned to %d bytes", function, a->name, kvpi_use_field(a), a->data,
@@ -3228,8 +3188,7 @@ static kvprim_status kvpi_check_uses(const char *function, const kvpi_uses *u, i
     return KVPRIM_OK;
 }
 
-/* Finds the lowest layer, *first, and the highest, *last; both are layer 0 before. Returns whether each layer starts
-   after the one before it. */
+/* The lowest layer, *first, and the highest, *last; both are layer 0 before. Returns whether layers ascend. */
 static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char **first, const char **last)
 {
     int ascends = 1;
@@ -3357,7 +3316,7 @@ static kvprim_status kvpi_check_move(kvprim_move *m, kvpi_uses *u, int done)
         (void)kvpi_add_use(u, kvpi_nans, 1, m->names->dst, m->dst.format.nans, 4, 4);
     if (m->rejected)
         (void)kvpi_add_use(u, kvpi_counter, 1, "rejected", m->rejected, 4, 4);
-    return kvpi_check_uses(m->names->function, u, before);
+    return kvpi_check_uses(u, before);
 }
 
 /* >>impl_moves -- descriptors into moves */
@@ -3408,7 +3367,7 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
                   "kvprim_gather: keep_padding is %d, neither 0 nor 1", (int)d->keep_padding);
     KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_gather", "", ""));
     kvpi_uses uses;
-    uses.count = 0;
+    uses.count = 0, uses.function = names.function;
     return kvpi_check_move(m, &uses, 0);
 }
 
@@ -3435,7 +3394,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
     KVPRIM_REFUSE(!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows, NULL,
                   "kvprim_store: v_cache.data is NULL, but %s is set", d->v.data ? "v.data" : "v_bytes");
     kvpi_uses uses;
-    uses.count = 0;
+    uses.count = 0, uses.function = k_names.function;
     KVPRIM_TRY(kvpi_check_move(&m[0], &uses, 0));
     if (alike) { /* most of a check's time is that of its sides */
         kvpi_copy_side(&m[1].dst, &m[0].dst, &d->v_cache);
@@ -3461,8 +3420,7 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
                   name, device, name);
     side->table.data = side->layers ? side->layers[0] : NULL;
     for (int32_t l = 0; side->layers && l < m->layers && kvpi_used_rows(m, side) > 0; l++)
-        KVPRIM_REFUSE(!side->layers[l], NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
-                      (int)l);
+        KVPRIM_REFUSE(!side->layers[l], NULL, "%s: %s_layers[%d] is NULL", m->names->function, name, (int)l);
     return KVPRIM_OK;
 }
 
@@ -3493,7 +3451,7 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->dst));
     KVPRIM_TRY(kvpi_check_layer_array(m, &m->src));
     kvpi_uses uses;
-    uses.count = 0;
+    uses.count = 0, uses.function = names.function;
     KVPRIM_TRY(kvpi_check_move(m, &uses, 0));
     KVPRIM_REFUSE(m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache, OVERLAP,
                   "kvprim_transfer: dst_device_layers and src_device_layers are both %p; to copy rows inside "
@@ -3573,13 +3531,6 @@ enum {
 /* Larger layers are written past the caches: no line is read first. Smaller ones may stay there for their reader. */
 static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 
-/* To the second-level cache: the first has too few lines in flight. */
-#if defined(__GNUC__) || defined(__clang__)
-#define KVPRIM_PREFETCH(p) __builtin_prefetch(p, 0, 2)
-#else
-#define KVPRIM_PREFETCH(p) ((void)(p))
-#endif
-
 KVPRIM_INLINE int64_t kvpi_element(const void *data, kvprim_index_type type, int64_t i)
 {
     return KVPRIM_LIKELY(type == KVPRIM_I32) ? ((const int32_t *)data)[i] : ((const int64_t *)data)[i];
@@ -3611,29 +3562,6 @@ static inline void kvpi_copy(char *dst, const char *src, size_t bytes, int strea
     memcpy(dst + bytes - 16, block, 16);
 }
 
-#ifdef KVPRIM_X86
-/* The same with vectors; `stream` needs rows of whole, aligned lines. */
-#define KVPRIM_COPY(name, target, vector, load, store, store_past_caches)                                              \
-    target static inline void name(char *dst, const char *src, size_t bytes, int stream)                               \
-    {                                                                                                                  \
-        const size_t width = sizeof(vector);                                                                           \
-        size_t b = 0;                                                                                                  \
-        if (bytes < width) {                                                                                           \
-            kvpi_copy(dst, src, bytes, 0);                                                                             \
-            return;                                                                                                    \
-        }                                                                                                              \
-        if (stream)                                                                                                    \
-            for (; b + width <= bytes; b += width)                                                                     \
-                store_past_caches((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));         \
-        for (; b + width <= bytes; b += width)                                                                         \
-            store((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));                         \
-        if (b < bytes)                                                                                                 \
-            store((vector *)(void *)(dst + bytes - width), load((const vector *)(const void *)(src + bytes - width))); \
-    }
-KVPRIM_COPY(kvpi_copy_avx2, KVPRIM_AVX2, __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256)
-KVPRIM_COPY(kvpi_copy_avx512, KVPRIM_AVX512, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
-#endif
-
 /* A row in pieces on at least one side, or without a source (zeros): from piece's end to piece's end of either side. */
 static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
 {
@@ -3658,7 +3586,6 @@ KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
         KVPRIM_PREFETCH(row + b);
 }
 
-/* The same for a row in pieces. */
 static void kvpi_prefetch_pieces(const kvprim_side *side, const char *row, size_t bytes)
 {
     const size_t piece = (size_t)side->piece_bytes;
@@ -3735,6 +3662,27 @@ KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, k
 }
 
 #ifdef KVPRIM_X86
+/* kvpi_copy() with vectors; `stream` needs rows of whole, aligned lines. */
+#define KVPRIM_COPY(name, target, vector, load, store, store_past_caches)                                              \
+    target static inline void name(char *dst, const char *src, size_t bytes, int stream)                               \
+    {                                                                                                                  \
+        const size_t width = sizeof(vector);                                                                           \
+        size_t b = 0;                                                                                                  \
+        if (bytes < width) {                                                                                           \
+            kvpi_copy(dst, src, bytes, 0);                                                                             \
+            return;                                                                                                    \
+        }                                                                                                              \
+        if (stream)                                                                                                    \
+            for (; b + width <= bytes; b += width)                                                                     \
+                store_past_caches((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));         \
+        for (; b + width <= bytes; b += width)                                                                         \
+            store((vector *)(void *)(dst + b), load((const vector *)(const void *)(src + b)));                         \
+        if (b < bytes)                                                                                                 \
+            store((vector *)(void *)(dst + bytes - width), load((const vector *)(const void *)(src + bytes - width))); \
+    }
+KVPRIM_COPY(kvpi_copy_avx2, KVPRIM_AVX2, __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256)
+KVPRIM_COPY(kvpi_copy_avx512, KVPRIM_AVX512, __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
+
 static kvpi_kind kvpi_kind_of(const kvprim_move *m)
 {
     const kvprim_side *const indexed = m->dst.index ? &m->dst : &m->src;
@@ -3791,8 +3739,7 @@ enum { kvpi_block = 64 };
 /* What is done with a number between decoding and encoding it. */
 typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
 
-/* Elements of less than 32 bits: their type, that of the bits that hold `packed` of them, and the name in kvpi_of_ and
-   kvpi_to_. */
+/* Elements of less than 32 bits: type, that of the bits that hold `packed` of them, and name in kvpi_of_, kvpi_to_. */
 #define KVPRIM_NARROW_LIST(X)                                                                                          \
     X(KVPRIM_F16, uint16_t, 1, f16)                                                                                    \
     X(KVPRIM_BF16, uint16_t, 1, bf16)                                                                                  \
@@ -3934,7 +3881,6 @@ typedef struct kvpi_conversion {
     kvpi_most_fn *most;
 } kvpi_conversion;
 
-/* Fills in what follows from the move. */
 static void kvpi_set_conversion(kvpi_conversion *c)
 {
     const kvprim_side *const dst = &c->move.dst, *const src = &c->move.src;
@@ -3974,7 +3920,6 @@ static char *kvpi_tile_at(const kvpi_conversion *c, char *scales, int64_t t)
     return scales + t / tiles * f->scale_tile_stride + t % tiles * (f->scale_order ? 4 : 1);
 }
 
-/* The scale, times that of the tensor if there is one. */
 static float kvpi_read_scale(const kvprim_format *f, const char *at)
 {
     uint32_t bits = *(const uint8_t *)at;
@@ -4062,7 +4007,6 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
     return nans;
 }
 
-/* One layer, with the index rule. */
 static void kvpi_convert_layer(const kvpi_conversion *c)
 {
     const kvprim_move *const m = &c->move;
@@ -4445,9 +4389,8 @@ static kvprim_status kvpi_add_array(kvpi_uses *u, int written, const char *name,
                                     kvprim_index_type type, uint64_t elements, const char *field, int64_t value)
 {
     const uint64_t bytes = kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4);
-    KVPRIM_REFUSE(data && bytes >= kvpi_too_large, SIZE,
-                  "kvprim_slots: %s is %lld, which makes %s larger than %llu bytes", field, (long long)value, name,
-                  (unsigned long long)kvpi_too_large);
+    KVPRIM_REFUSE(data && bytes >= kvpi_too_large, SIZE, "%s: %s is %lld, which makes %s larger than %llu bytes",
+                  u->function, field, (long long)value, name, (unsigned long long)kvpi_too_large);
     (void)kvpi_add_use(u, written ? kvpi_counter : kvpi_array, written, name, data, bytes, kvpi_index_align(type));
     return KVPRIM_OK;
 }
@@ -4459,7 +4402,7 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     const uint64_t n = (uint64_t)count, each = (uint64_t)requests;
     const uint64_t pages = kvpi_add(kvpi_mul(each - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
     kvpi_uses u;
-    u.count = 0;
+    u.count = 0, u.function = function;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
     KVPRIM_TRY(kvpi_add_array(&u, 1, "slot", d->slot, d->slot_type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
@@ -4468,12 +4411,14 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     KVPRIM_TRY(kvpi_add_array(&u, 0, "position", d->position, type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "cu_seqlens", d->cu_seqlens, type, each + 1, "requests", requests));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "starts", d->starts, type, each, "requests", requests));
-    return kvpi_check_uses(function, &u, 0);
+    return kvpi_check_uses(&u, 0);
 }
 
-/* Checks which arrays are given, their types, and reserved fields. */
-static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_desc *d)
+static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d)
 {
+    const int64_t int32_rows = (int64_t)1 << 31;
+    const kvpi_number sizes[] = {
+        {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
     const char *const mixed = d->request ? "request" : d->position ? "position" : NULL;
     const char *const null = !d->pages                     ? "pages"
                              : !d->slot                    ? "slot"
@@ -4493,15 +4438,6 @@ static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_d
     for (int k = 0; k < 3; k++)
         KVPRIM_REFUSE(types[k].value != KVPRIM_I32 && types[k].value != KVPRIM_I64, ARGUMENT,
                       "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function, types[k].field, (int)types[k].value);
-    return KVPRIM_OK;
-}
-
-static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d)
-{
-    const int64_t int32_rows = (int64_t)1 << 31;
-    const kvpi_number sizes[] = {
-        {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
-    KVPRIM_TRY(kvpi_check_given(function, d));
     for (int k = 0; k < 4; k++)
         KVPRIM_REFUSE(sizes[k].value < 1, SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
                       (long long)sizes[k].value);
@@ -4607,7 +4543,6 @@ enum { kvpi_debug = 1 }; /* destinations must not overlap each other, too */
 enum { kvpi_debug = 0 };
 #endif
 
-/* A list of copies from address to address. */
 typedef struct kvpi_list {
     const char *function, *name;      /* of the array, for errors */
     const kvprim_copy_item *items;    /* either these ... */
@@ -5008,12 +4943,12 @@ KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc 
     KVPRIM_REFUSE(desc->max_count > KVPRIM_MAX_UNPACK_META, SIZE, "%s: max_count is %llu, more than %d", function,
                   (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
     kvpi_uses u;
-    u.count = 0;
+    u.count = 0, u.function = function;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", desc->rejected, 4, 4);
     (void)kvpi_add_use(&u, kvpi_counter, 1, "dst", desc->dst, desc->dst_bytes, 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "meta", desc->meta, desc->max_count * sizeof *desc->meta, 16);
     (void)kvpi_add_use(&u, kvpi_array, 0, "count", desc->count, sizeof *desc->count, 8);
-    return kvpi_check_uses(function, &u, 0);
+    return kvpi_check_uses(&u, 0);
 }
 
 KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
@@ -5039,7 +4974,6 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
 /* >>impl_check_fetch -- checks of a fetch and of its set */
 #ifndef KVPRIM_NO_FETCH
 
-/* A field, and what it may be. */
 typedef struct kvpi_bounds {
     const char *field;
     int64_t value, least, most;
@@ -5070,7 +5004,6 @@ static kvprim_status kvpi_check_set(const char *function, const kvprim_fetch_set
     return KVPRIM_CHECK_RANGES(function, bytes);
 }
 
-/* The set, and the room for it. */
 static kvprim_status kvpi_check_set_memory(const char *function, const kvprim_fetch_set *d)
 {
     KVPRIM_TRY(kvpi_check_set(function, d));
@@ -5154,7 +5087,7 @@ static kvprim_status kvpi_check_fetch_part(const kvprim_fetch_desc *d, int part,
 static kvprim_status kvpi_check_fetch(const char *function, kvprim_fetch_desc *d, kvprim_move *m)
 {
     kvpi_uses u;
-    u.count = 0;
+    u.count = 0, u.function = function;
     KVPRIM_TRY(kvpi_check_set_memory(function, &d->set));
     if (!d->k_hot.data && !d->k.data && !d->k_bytes && (d->v_hot.data || d->v.data || d->v_bytes))
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: v_hot, v or v_bytes is set, but k_hot.data is NULL", function);
@@ -5164,36 +5097,23 @@ static kvprim_status kvpi_check_fetch(const char *function, kvprim_fetch_desc *d
     const uint64_t n = (uint64_t)d->count, steps = (uint64_t)d->steps, top_k = (uint64_t)d->top_k;
     const uint64_t fresh = (uint64_t)d->fresh_count, entries = n * (fresh + steps * top_k);
     const uint64_t of_pages = d->pages_by_state ? (uint64_t)d->set.states : n;
-    const struct {
-        const char *name;
-        const void *data;
-        uint64_t before, stride, elements; /* before: rows, `stride` elements apart, before the last one */
-        kvprim_index_type type;
-        int written;
-    } arrays[] = {
-        {"state", d->state, 0, 0, n, d->state_type, 0},
-        {"wanted", d->wanted, n * steps - 1, (uint64_t)d->wanted_stride, top_k, d->wanted_type, 0},
-        {"fresh", d->fresh, n - 1, (uint64_t)d->fresh_stride, fresh, d->wanted_type, 0},
-        {"pages", d->pages, of_pages - 1, (uint64_t)d->pages_stride, (uint64_t)d->max_pages, d->pages_type, 0},
-        {"rows", d->rows, 0, 0, n * steps * top_k, KVPRIM_I32, 1},
-        {"fresh_rows", d->fresh_rows, 0, 0, n * fresh, KVPRIM_I32, 1},
-        {"plan_src", d->plan_src, 0, 0, entries, KVPRIM_I32, 1},
-        {"plan_dst", d->plan_dst, 0, 0, entries, KVPRIM_I32, 1},
-        {"hits", d->hits, 0, 0, 1, KVPRIM_I32, 1},
-        {"misses", d->misses, 0, 0, 1, KVPRIM_I32, 1},
-        {"rejected", d->rejected, 0, 0, 1, KVPRIM_I32, 1}};
+    const uint64_t in_wanted = kvpi_add(kvpi_mul(n * steps - 1, (uint64_t)d->wanted_stride), top_k);
+    const uint64_t in_fresh = kvpi_add(kvpi_mul(n - 1, (uint64_t)d->fresh_stride), fresh);
+    const uint64_t in_pages = kvpi_add(kvpi_mul(of_pages - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
     (void)kvpi_add_use(&u, kvpi_counter, 1, "set.memory", d->set.memory, (uint64_t)d->set.bytes, 16);
-    for (size_t k = 0; k < sizeof arrays / sizeof *arrays; k++) {
-        const uint64_t last = kvpi_mul(arrays[k].before, arrays[k].stride);
-        const uint64_t bytes = kvpi_mul(kvpi_add(last, arrays[k].elements), arrays[k].type == KVPRIM_I64 ? 8 : 4);
-        if (arrays[k].data && bytes >= kvpi_too_large)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %llu, which makes %s larger than %llu bytes",
-                               function, arrays[k].name, (unsigned long long)arrays[k].stride, arrays[k].name,
-                               (unsigned long long)kvpi_too_large);
-        (void)kvpi_add_use(&u, arrays[k].written ? kvpi_counter : kvpi_array, arrays[k].written, arrays[k].name,
-                           arrays[k].data, bytes, kvpi_index_align(arrays[k].type));
-    }
-    return kvpi_check_uses(function, &u, 0);
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "state", d->state, d->state_type, n, "count", d->count));
+    KVPRIM_TRY(
+        kvpi_add_array(&u, 0, "wanted", d->wanted, d->wanted_type, in_wanted, "wanted_stride", d->wanted_stride));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "fresh", d->fresh, d->wanted_type, in_fresh, "fresh_stride", d->fresh_stride));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, in_pages, "pages_stride", d->pages_stride));
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "rows", d->rows, KVPRIM_I32, n * steps * top_k, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "fresh_rows", d->fresh_rows, KVPRIM_I32, n * fresh, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "plan_src", d->plan_src, KVPRIM_I32, entries, "count", d->count));
+    KVPRIM_TRY(kvpi_add_array(&u, 1, "plan_dst", d->plan_dst, KVPRIM_I32, entries, "count", d->count));
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "hits", d->hits, 4, 4);
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "misses", d->misses, 4, 4);
+    (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
+    return kvpi_check_uses(&u, 0);
 }
 
 KVPRIM_API kvprim_status kvprim_fetch_check(const kvprim_fetch_desc *desc, kvprim_fetch_desc *resolved,
@@ -5267,8 +5187,7 @@ typedef struct kvpi_fetch {
 /* A state under way: entry e of the call lies in the log at base + e. */
 typedef struct kvpi_fetch_state {
     int32_t *ends, *log, *stamp, *tag, *map;
-    int64_t head, base;
-    int64_t number, request;
+    int64_t head, base, number, request;
 } kvpi_fetch_state;
 
 /* The token of an entry: -1 is padding, -2 is no token of a state. */
@@ -5298,7 +5217,6 @@ static int kvpi_is_slot(const kvpi_fetch *f, int32_t slot)
     return slot >= 0 && slot < f->layout.hot_rows;
 }
 
-/* Whether the log's entry at `at` is alive. */
 static int kvpi_is_alive(const kvpi_fetch *f, const kvpi_fetch_state *s, int64_t at)
 {
     return kvpi_is_slot(f, s->log[at]) && s->stamp[s->log[at]] == at;
@@ -5720,7 +5638,6 @@ typedef struct kvpi_key_rule {
     const char *first;
 } kvpi_key_rule;
 
-/* NULL for an unknown rule. */
 static const kvpi_key_rule *kvpi_rule_of(kvprim_key_rule rule)
 {
     static const kvpi_key_rule rules[] = {
@@ -6124,14 +6041,14 @@ static kvprim_status kvpi_check_keys(const kvprim_keys_desc *d)
     KVPRIM_REFUSE(null, NULL, "kvprim_keys: %s is NULL", null);
     const size_t align = kvpi_index_align(KVPRIM_I64);
     kvpi_uses u;
-    u.count = 0;
+    u.count = 0, u.function = "kvprim_keys";
     (void)kvpi_add_use(&u, kvpi_counter, 1, "keys", d->keys, (uint64_t)(blocks * rule->bytes), 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "tokens", d->tokens, kvpi_mul((uint64_t)n, wide ? 8 : 4),
                        kvpi_index_align(d->token_type));
     (void)kvpi_add_use(&u, kvpi_array, 0, "parent", d->parent,
                        (uint64_t)(d->parent_bytes ? d->parent_bytes : rule->bytes), 1);
     (void)kvpi_add_use(&u, kvpi_array, 0, "extra", d->extra, (uint64_t)d->extra_count * sizeof *d->extra, align);
-    KVPRIM_TRY(kvpi_check_uses("kvprim_keys", &u, 0));
+    KVPRIM_TRY(kvpi_check_uses(&u, 0));
     KVPRIM_TRY(kvpi_check_extra(d, blocks, KVPRIM_MAX_KEY_BLOCK - d->block_tokens * each));
     return kvpi_check_tokens(d, n);
 }

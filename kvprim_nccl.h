@@ -65,8 +65,7 @@
                                kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
                                nvcc, or clang for CUDA, compiles it, it has the kernels too; they run with every NCCL
                                from 2.19 on, whichever version it was compiled with.
-   KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take 13 s of nvcc for each
-                               architecture.
+   KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does
    KVPRIM_NO_NORM              the same for the kernels of kvprim_all_reduce_norm, which then returns
                                KVPRIM_ERROR_UNSUPPORTED; init takes no memory for it. On all ranks or on none
    KVPRIM_NO_EXCHANGE          the same for those of all_gather, all_gatherv, all_to_all and all_to_allv, which NCCL
@@ -153,8 +152,7 @@ typedef struct kvprim_comm_desc {
     /* that each rank receives. Of all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that
        one rank sends to another; by default less if parts differ */
     size_t all_gather_limit;
-    /* init exchanges its data with this, for callers that do not want NCCL to run before the first collective; on every
-       rank or on none */
+    /* init exchanges its data with this, so that NCCL need not run before the first collective; on all ranks or none */
     kvprim_exchange exchange;
     void *exchange_context;
     /* host array of `world` pointers: memory of every rank, as this GPU addresses it (a framework's symmetric memory,
@@ -298,9 +296,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, voi
                                                           size_t part_count, kvprim_dtype dtype,
                                                           struct CUstream_st *stream);
 
-/* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
-   another, in the order of the other side's ranks. counts: as in kvprim_all_gatherv. A side without elements may be
-   NULL. */
+/* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts follow each
+   other in the order of the other side's ranks. counts: as in kvprim_all_gatherv. A side of no elements may be NULL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -335,8 +332,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
    examples/17_all_reduce_norm.cu. */
 
 /* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes except as said; strides are elements from
-   one token to the next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or
-   quantised is set. */
+   token to token, multiples of 8, at least hidden; 0: hidden. Outputs may be NULL, but not both out and quantised. */
 typedef struct kvprim_norm_desc {
     kvprim_dtype dtype;     /* KVPRIM_F16 or KVPRIM_BF16: of all tensors except quantised and scale */
     float eps;              /* at least 0 */
@@ -473,8 +469,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_send(kvprim_ring *ring, size
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n);
 
 /* *slot: where later work on `stream` finds the next chunk, of as many bytes as were sent. release: the oldest received
-   slot is free when the work on `stream` so far is done. *n: how many slots became free since the last call; also while
-   other streams are captured. */
+   slot is free when the work on `stream` so far is done. *n: slots freed since the last call; also during capture. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream,
                                                          void **slot);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_st *stream);
@@ -601,15 +596,11 @@ enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 #define KVPRIM_NCCL_PRAGMA(text) _Pragma(#text)
 #define KVPRIM_NCCL_UNROLL _Pragma("unroll")
 #define KVPRIM_NCCL_UNROLL_BY(n) KVPRIM_NCCL_PRAGMA(unroll n)
-#else
-#define KVPRIM_NCCL_UNROLL
-#define KVPRIM_NCCL_UNROLL_BY(n)
 #endif
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
 
 enum {
-    /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
-       others */
+    /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the GPU to others */
     kvpn_max_threads = 1024,
     kvpn_max_threads_of_8 = 512,       /* the same for sums of more than 4 ranks, which need up to 128 registers */
     kvpn_polls_per_page_check = 256,   /* some tens of microseconds; from then on a wait sleeps between polls */
@@ -619,8 +610,7 @@ enum {
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
-   block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
-   needed first. */
+   block_bytes + 16 * j. Fields are in the order of use: one line of the constant cache brings the first ones. */
 typedef struct kvpn_params {
     const void *send;
     uint32_t *turn;                    /* this rank's page; word b: block b's turn */
@@ -649,8 +639,7 @@ typedef struct kvpn_thread {
 } kvpn_thread;
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* A slot lies in another rank's memory or is written by another rank: `sys` goes past the caches that other GPUs do not
-   see. */
+/* Other ranks hold or write a slot: `sys` goes past the caches that other GPUs do not see. */
 KVPRIM_NCCL_DEVICE uint4 kvpn_load_slot(const char *slot)
 {
     uint4 v;
@@ -700,11 +689,6 @@ KVPRIM_NCCL_DEVICE uint64_t kvpn_globaltimer_ns(void)
     return ns;
 }
 
-KVPRIM_NCCL_DEVICE void kvpn_sleep(void)
-{
-    __nanosleep(kvpn_poll_interval_ns);
-}
-
 /* Whether there are clusters of blocks and programmatic dependent launch. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 enum { kvpn_is_sm_90 = 0 };
@@ -742,8 +726,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_th
 
 /* >>impl_wait -- where a kernel's wait ends: polls, the deadline, stop reasons */
 
-/* Writes why this rank stopped: for its host, for its later calls and, if it was the first to stop, for the other
-   ranks. */
+/* Says why this rank stopped: to its host, its later calls and, if it was the first to stop, the other ranks. */
 KVPRIM_NCCL_DEVICE void kvpn_stop_rank(const kvpn_params &p, const kvpn_thread &me)
 {
     kvpn_store_word(p.stop, me.stop_reason);
@@ -760,7 +743,7 @@ KVPRIM_NCCL_DEVICE void kvpn_stop_rank(const kvpn_params &p, const kvpn_thread &
 KVPRIM_NCCL_DEVICE bool kvpn_keep_waiting(const kvpn_params &p, kvpn_thread &me, uint32_t rank)
 {
     if (me.polls >= kvpn_polls_per_page_check)
-        kvpn_sleep();
+        __nanosleep(kvpn_poll_interval_ns);
     if (++me.polls % kvpn_polls_per_page_check)
         return true;
     me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
@@ -792,9 +775,8 @@ template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_largest_word(uint4 v)
     return flagged ? flags : kvpn_max_u32(flags, kvpn_max_u32(v.x, v.z));
 }
 
-/* Of max_slots slots that lie `step` bytes apart, loads those whose bit is set in `which`, all together, because one
-   load takes longer than some hundred instructions. Leaves v alone for the others, where it must not be empty. Returns
-   whether all have arrived. */
+/* Of max_slots slots that lie `step` bytes apart, loads those whose bit is set in `which`, all together, as one load
+   takes longer than 100 instructions. Elsewhere leaves v, which must not be empty. Returns whether all have come. */
 template <int max_slots, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_poll_slots(const char *first, uint32_t step, uint32_t which, uint4 *v)
 {
@@ -809,8 +791,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_poll_slots(const char *first, uint32_t step, uint32
     return largest != kvpn_empty_word;
 }
 
-/* Polls until all have arrived. sender: the rank that fills the slots; -1: rank r fills slot r. Returns false if this
-   rank stopped. */
+/* Polls until all are here. sender: the rank that fills the slots; -1: rank r fills slot r. False: the rank stopped. */
 template <int max_slots, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &me, const char *first, uint32_t step,
                                             uint32_t which, int32_t sender, uint4 *v)
@@ -842,8 +823,7 @@ template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, u
 
 /* >>impl_pack -- element types; packs loaded and stored, at unaligned ends too */
 
-/* Sends all ones as 0x7fffffff, whose elements are NaNs too: one of fp32; 0x7fff and 0xffff of fp16 and bf16; 0x7f and
-   three times 0xff of e4m3 and e5m2. */
+/* Sends all ones as 0x7fffffff, NaNs too: 0x7fff and 0xffff of 16 bits, 0x7f and three times 0xff of fp8. */
 KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
 {
     v.x = v.x == kvpn_empty_word ? kvpn_empty_word >> 1 : v.x;
@@ -860,25 +840,18 @@ struct kvpn_f32 {
     enum { per_word = 1, whole = 1 };
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
-        memcpy(f, &word, 4);
+        f[0] = kvpi_float_of(word);
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
-        uint32_t word;
-        memcpy(&word, f, 4);
-        return word;
+        return kvpi_bits_of(f[0]);
     }
     KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
     {
-        float x, y;
-        split(a, &x);
-        split(b, &y);
-        x += y;
-        return join(&x);
+        return kvpi_bits_of(kvpi_float_of(a) + kvpi_float_of(b));
     }
 };
 
-/* Two elements of 16 bits. */
 template <class Pair> struct kvpn_pair {
     enum { per_word = 2, whole = 1 };
     KVPRIM_NCCL_DEVICE uint32_t word_of(Pair pair)
@@ -899,9 +872,7 @@ template <class Pair> struct kvpn_pair {
 struct kvpn_bf16 : kvpn_pair<__nv_bfloat162> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
-        const uint32_t low = word << 16, high = word & 0xffff0000u;
-        memcpy(f, &low, 4);
-        memcpy(f + 1, &high, 4);
+        f[0] = kvpi_float_of(word << 16), f[1] = kvpi_float_of(word & 0xffff0000u);
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
@@ -925,8 +896,7 @@ struct kvpn_f16 : kvpn_pair<__half2> {
 };
 #endif
 
-/* fp8 joins as kvprim_format converts: what is beyond the largest finite value, an infinity of e5m2 too, becomes that
-   value. */
+/* fp8 joins as kvprim_format converts: what is larger, e5m2's infinity too, becomes the largest finite value. */
 #ifdef KVPRIM_PTX_F8
 enum { kvpn_f8_at_once = 4 };
 #else
@@ -978,8 +948,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32
 }
 
 /* Pack i, a uint2 or uint4, of `bytes` bytes, with zeros after the last one. `whole`: aligned, and ending with a pack.
-   Otherwise reads the words around it where all of their bytes are the tensor's: single bytes take three times as
-   long. */
+   Otherwise reads the words around it if all their bytes are the tensor's: single bytes take three times as long. */
 template <class V, bool whole, class Bytes>
 KVPRIM_NCCL_DEVICE V kvpn_load_pack(const void *from, Bytes bytes, uint32_t i)
 {
@@ -1043,7 +1012,6 @@ template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
     return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : 0x80808080u;
 }
 
-/* The elements of a pack. */
 template <class T> KVPRIM_NCCL_DEVICE void kvpn_split_pack(uint4 v, float *f)
 {
     T::split(v.x, f), T::split(v.y, f + T::per_word);
@@ -1060,8 +1028,7 @@ template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_add_packs(uint4 a, uint4 b)
     return uint4{T::add(a.x, b.x), T::add(a.y, b.y), T::add(a.z, b.z), T::add(a.w, b.w)};
 }
 
-/* Adds in the order of the ranks, so that every rank gets the same bits. A NaN of 16 bits comes out as 0x7fff, so only
-   words of fp32 may be empty. */
+/* Adds in the order of the ranks, for the same bits on all. A NaN of 16 bits becomes 0x7fff: only fp32 may be empty. */
 template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
     float sum[4 * T::per_word];
@@ -1171,14 +1138,11 @@ template <bool aligned, int max_ranks> struct kvpn_reduction<kvpn_any<aligned>, 
         return p.signs;
     }
 
-    /* What to do. The compiler would load a parameter after the wait, where that takes 50 ns, so this seems to depend
-       on the turn, which is 0 or 1. */
+    /* What to do. The compiler would load it after the wait, in 50 ns more, so it seems to need the turn (0 or 1). */
     KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &p, const kvpn_thread &me)
     {
         uint32_t what = p.what | (me.turn & 0x80000000u);
-#ifndef KVPRIM_NCCL_EMULATE
         asm volatile("" : "+r"(what));
-#endif
         return what;
     }
 
@@ -1210,13 +1174,11 @@ KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v
         v[r] = r == p.rank ? own : uint4{none, none, none, none};
 }
 
-/* A bit for each rank that this one hears from. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_other_ranks(const kvpn_params &p)
 {
     return ((1u << p.world) - 1) & ~(1u << p.rank);
 }
 
-/* How many packs of a slice this block has. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_packs_of_block(const kvpn_params &p, const kvpn_thread &me)
 {
     const uint32_t left = p.slice_packs - me.block * p.block_packs;
@@ -1230,7 +1192,6 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_peer_rank(const kvpn_params &p, uint32_t k)
     return r < p.world ? r : r - p.world;
 }
 
-/* Stores v to the same slot of every other rank. */
 template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_params &p, uint32_t offset, uint4 v)
 {
     KVPRIM_NCCL_UNROLL
@@ -1315,8 +1276,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, u
             kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
 }
 
-/* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
-   on. */
+/* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes on. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                         uint64_t pitch)
@@ -1342,8 +1302,7 @@ KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, u
     }
 }
 
-/* Waits for pack j of this rank's part from every other rank, sums and writes it. `shares`: also sends the sum to all
-   others. */
+/* Waits for pack j of this rank's part from all others, sums and writes it. `shares`: also sends the sum to all. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                       uint64_t pitch, bool shares)
@@ -1388,7 +1347,6 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
 template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
     enum { two_waits = 1, is_any = kvpn_reduction<T, max_ranks>::is_any };
 
-    /* Whether sums go to all other ranks. */
     KVPRIM_NCCL_DEVICE bool shares(const kvpn_params &p)
     {
         return !is_any || (p.what & kvpn_shares);
@@ -1456,8 +1414,7 @@ template <class T, int max_ranks> struct kvpn_scatter : kvpn_pack_by_pack<kvpn_s
     }
 };
 
-/* all_gather of few bytes. Every rank sends its `count` bytes to every other rank, 8 to a slot. T says only whether
-   tensors are whole. */
+/* all_gather of few bytes. Every rank sends `count` bytes to all others, 8 to a slot. T: whether tensors are whole. */
 template <class T, int max_ranks> struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks>> {
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
@@ -1565,7 +1522,6 @@ template <class T, int max_ranks> struct kvpn_pipeline {
                 kvpn_store_slot(to + 16 * u * me.threads, kvpn_replace_empty(v[u]));
     }
 
-    /* Returns false if this rank stopped. */
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t piece, uint32_t what)
     {
         const uint32_t which = packs_of(p, me, piece), first = first_pack(p, me, piece);
@@ -1617,9 +1573,8 @@ template <class T, int max_ranks> struct kvpn_pipeline {
 
    Ways of all_gather, all_gatherv, all_to_all and all_to_allv: a part from each rank to each other one, of any size and
    place. Gathers send the same part to all.
-   Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Every rank uses the same
-   blocks, as many as the largest of all parts takes, and in each of them thread 0 sends every other rank a slot, and
-   waits for one, even where the part has no bytes: see >>impl_protocol. */
+   Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Parts without bytes take
+   slots, too: see >>impl_protocol. */
 enum { kvpn_group = 4, kvpn_large_group = 6 }; /* packs; see kvpn_parts_groups */
 #ifndef KVPRIM_NO_EXCHANGE
 typedef struct kvpn_part {
@@ -1707,7 +1662,6 @@ template <bool pair, bool whole> struct kvpn_parts_slots {
     }
 };
 
-/* The words of a pack that are all ones. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_ones_of(uint4 v)
 {
     return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
@@ -1723,9 +1677,8 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
 /* Many bytes, 16 to a slot, as in sums. One more slot after each group of a thread's slots says which words of the
    group were all ones. Role 2k sends to the rank k + 1 further on, and role 2k + 1 receives from it. In a gather of
    more than two ranks role 0 sends to all, and role k receives from the rank k further on: roles have more threads.
-   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas.
-   A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
-   than one of 4 for 512 KB, and 8 % less for 64 MB. */
+   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas. A larger
+   group spends less on that slot, but writes later: 6 take 14 % longer than 4 for 512 KB, 8 % less for 64 MB. */
 template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
     enum { turn_last = 1, slots = group + 1 };
 
@@ -1826,9 +1779,8 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel -- the kernel, and programmatic dependent launch */
 
-/* Called before the first access of memory. A kernel lets its successor start early only if the caller has promised
-   that this waits: it may be one of NCCL's, and some of these (2.28 to 2.30.6) read what precedes them in the stream
-   without waiting for it. */
+/* Called before the first access of memory. A successor may start early only if the caller has promised that it waits:
+   some of NCCL's (2.28 to 2.30.6) read what precedes them in the stream without waiting for it. */
 KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(const kvpn_params &p)
 {
     if (kvpn_is_sm_90)
@@ -1845,10 +1797,7 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
         p.turn[me.block] = me.turn ^ 1;
 }
 
-/* Each block exchanges its packs with the blocks of the same number on the other ranks.
-   Each thread sends, waits for the other ranks' packs and writes the results: see the way's begin and complete.
-   If the thread's rank stopped meanwhile, the thread says so to the host and to the other ranks.
-   Thread 0 sets the block's turn for the next call. */
+/* Each block exchanges its packs with the blocks of the same number on the other ranks. */
 template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Params &p)
 {
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
@@ -1993,8 +1942,7 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* A cluster of blocks. All its threads meet at a barrier: they arrive, and wait for the others. at_start: orders no
-   memory. */
+/* A barrier for all threads of a cluster: they arrive, and wait for the others. at_start: orders no memory. */
 KVPRIM_NCCL_DEVICE void kvpn_cluster_arrive(bool at_start)
 {
     if (kvpn_is_sm_90 && at_start)
@@ -2042,7 +1990,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return !usual && p.quantised;
     }
 
-    /* The number of the thread's pack k. */
     KVPRIM_NCCL_DEVICE uint32_t pack(thread &me, uint32_t k)
     {
         return k * me.threads + me.thread;
@@ -2187,21 +2134,19 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         uint4 v[max_ranks]; /* v[max_ranks - 1] of two ranks: the own one */
     };
 
-    /* What a thread loads of its next token before it waits for one. Four ranks leave no registers for it: there it is
-       loaded later. */
+    /* What a thread loads of its next token before it waits. Four ranks leave no registers for it: it comes later. */
     struct later {
         enum { early = max_ranks != 4 };
         uint4 own, residual;
     };
 
-    /* The first token of the block, or of its cluster. */
     KVPRIM_NCCL_DEVICE uint32_t first_token(const params &p, thread &me)
     {
         const uint32_t number = is::in_clusters ? me.block >> p.share_bits : me.block;
         return usual ? number : number * p.block_packs;
     }
 
-    /* The end of its tokens, where they take turns. */
+    /* The end of the tokens of a block, or of its cluster, where they take turns. */
     KVPRIM_NCCL_DEVICE uint32_t end_of_tokens(const params &p, thread &me)
     {
         const uint32_t end = first_token(p, me) + p.block_packs;
@@ -2228,16 +2173,14 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
                 kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
     }
 
-    /* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no
-       token. */
+    /* Sends this rank's addend, which t.r becomes, and loads what comes later. False: the row has no token. */
     KVPRIM_NCCL_DEVICE bool begin(const params &p, kvpn_thread &me, token &t)
     {
         t.token = first_token(p, me) + (usual ? 0 : me.role);
         if (!usual && t.token >= (is::in_turn ? end_of_tokens(p, me) : p.tokens))
             return false;
-        /* The offset for turn 0 is computed before the turn is loaded. More work after that load would become a branch,
-           and the compiler would load the pack only after it. A thread without a pack sends where kvpn_send_offset lets
-           those send that have stopped. */
+        /* The offset for turn 0 is computed before the turn is loaded. More work after that would become a branch, and
+           the pack would be loaded only after it. A thread without a pack sends where those do that stopped. */
         const uint32_t at = offset(p, me, p.rank, t.token);
         t.r[0] = load(p, me, p.send, t.token, p.send_stride, 0);
         kvpn_take_turn(p, me, me.thread);
@@ -2247,7 +2190,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return true;
     }
 
-    /* Whether the row has a next token. */
     KVPRIM_NCCL_DEVICE bool goes_on(const params &p, thread &me, const token &t)
     {
         return is::in_turn && t.token + p.rows < end_of_tokens(p, me);
@@ -2262,7 +2204,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             l.residual = load(p, me, p.residual, t.token + p.rows, p.residual_stride, 0);
     }
 
-    /* Sends this rank's addend of the next token. */
     KVPRIM_NCCL_DEVICE void send_next(const params &p, thread &me, const token &t, const later &l)
     {
         const uint32_t next = t.token + p.rows;
@@ -2273,7 +2214,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
              l.early ? l.own : load(p, me, p.send, next, p.send_stride, 0));
     }
 
-    /* Goes on to the next token. Returns false if there is none. */
     KVPRIM_NCCL_DEVICE bool next(const params &p, thread &me, token &t, const later &l)
     {
         if (!goes_on(p, me, t))
@@ -2311,7 +2251,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
                                                           max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, a.v);
     }
 
-    /* Empties the slots. Returns the sum. */
     KVPRIM_NCCL_DEVICE uint4 sum(const params &p, const awaited &a)
     {
         kvpn_clear_slots<awaited::slots>(a.first, p.sender_bytes, a.which);
@@ -2330,8 +2269,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return form == kvpn_norm_shared || (form == kvpn_norm_all && p.share_bits);
     }
 
-    /* The threads of a row meet; `groups` then holds what each of its warps has found. A form without other rows needs
-       no barrier of its own. */
+    /* A row's threads meet; `groups` then has what each warp found. A form of one row needs no barrier of its own. */
     KVPRIM_NCCL_DEVICE void meet(const params &p, thread &me, float *groups, const float (&found)[packs])
     {
         const uint32_t lane = me.thread % kvpn_norm_lanes;
@@ -2373,7 +2311,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return all;
     }
 
-    /* The largest of `lanes` neighbours. */
     template <int lanes> KVPRIM_NCCL_DEVICE uint32_t largest_of(uint32_t most)
     {
         KVPRIM_NCCL_UNROLL
@@ -2404,8 +2341,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             most[k] = all;
     }
 
-    /* Empties what no warp will write: there may be fewer warps than total() reads of. In a cluster, another block may
-       already have written the rest. */
+    /* Empties what no warp will write: total() reads of all. In a cluster, another block may have written the rest. */
     KVPRIM_NCCL_DEVICE void clear(const params &p, thread &me, meeting &m)
     {
         const uint32_t written = me.threads / kvpn_norm_lanes * packs << p.share_bits;
@@ -2501,8 +2437,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     } while (norm::next(p, me, t, later));
 }
 
-/* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two
-   forms: plain and all. */
+/* Which kernel a launch takes: see kvpn_few_form_of. Of more than 4 ranks there are two forms: plain and all. */
 template <class T, int max_ranks> static const void *kvpn_pick_few(kvpn_norm_form form)
 {
     return form == kvpn_norm_plain    ? (const void *)kvpn_few_kernel<T, max_ranks, kvpn_norm_plain>
@@ -2609,7 +2544,6 @@ static kvprim_status kvpn_nccl_status(const char *function, const char *call, nc
 #define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_TRY(kvpn_cuda_status(f, #call, call))
 #define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_TRY(kvpn_nccl_status(f, #call, call))
 
-/* Since some fixed time. */
 static int64_t kvpn_now_us(void)
 {
     struct timespec t;
@@ -2621,11 +2555,9 @@ static int64_t kvpn_now_us(void)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
-/* Words that several threads read and write. */
 #define KVPRIM_NCCL_LOAD(word) __atomic_load_n(word, __ATOMIC_SEQ_CST)
 #define KVPRIM_NCCL_STORE(word, value) __atomic_store_n(word, value, __ATOMIC_SEQ_CST)
 
-/* Returns the new value. */
 static int32_t kvpn_add(int32_t *word, int32_t n)
 {
     return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST);
@@ -2649,8 +2581,7 @@ static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout
     return true;
 }
 
-/* A call on a communicator of NCCL's that does not block may return ncclInProgress: waits until what it began is done,
-   or *word is no longer `wanted`. */
+/* A call that does not block may return ncclInProgress: waits until it is done, or *word is no longer `wanted`. */
 static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
 {
     while (result == ncclInProgress && KVPRIM_NCCL_LOAD(word) == wanted) {
@@ -2742,8 +2673,7 @@ static void kvpn_leave(kvprim_comm *comm)
     (void)kvpn_add(&comm->active_calls, -1);
 }
 
-/* Changes the state and counts the caller as an active call until kvpn_leave. False: the state is not `from`, or
-   another thread was faster. */
+/* Changes the state and counts an active call until kvpn_leave. False: it is not `from`, or another was faster. */
 static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 {
     if (!kvpn_has_state(comm, from))
@@ -2755,7 +2685,6 @@ static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
     return changed;
 }
 
-/* The same for a call that needs a communicator that is alive, and leaves it so. */
 static kvprim_status kvpn_enter_alive(const char *function, kvprim_comm *comm)
 {
     return kvpn_enter(comm, kvpn_alive, kvpn_alive) ? KVPRIM_OK : kvpn_fail_not_alive(function, comm);
@@ -2828,7 +2757,6 @@ static void kvpn_release_slots(kvpn_slots *slots, bool own)
 
 /* >>impl_teardown -- the end of NCCL's communicator, on a thread of its own */
 
-/* A send or a receive of an open group. */
 typedef struct kvpn_group_call {
     void *memory;
     size_t count;
@@ -2844,9 +2772,8 @@ typedef struct kvpn_open_group {
     kvpn_group_call *calls;
 } kvpn_open_group;
 
-/* What ends NCCL's communicator, and the events that watch its work. It does not end while a graph with its collectives
-   exists, or while another communicator's work is stuck on the same GPU, so a thread of its own ends it. The last
-   reference frees this. */
+/* What ends NCCL's communicator, and the events that watch its work. It cannot end while a graph has its collectives,
+   or another communicator's work is stuck on the GPU: a thread of its own ends it. The last reference frees this. */
 typedef struct kvpn_teardown {
     int32_t refs, started, done, aborts, device;
     ncclComm_t nccl;
@@ -3236,8 +3163,7 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, comm->device));
     task->mine.reduces_f8 = comm->nccl_version >= NCCL_VERSION(2, 24, 0) && capability >= 9;
     /* Half of them, as a multiple of 8 (64 of 132). Beside a sum that waits, a matrix product of 4096^3 takes twice as
-       long; beside one that holds three quarters of the multiprocessors 3.3 times, and beside one on all of them 25
-       times. */
+       long; beside one on three quarters of them 3.3 times, and beside one on all 25 times. */
     task->mine.max_sms = d->max_sms ? d->max_sms : sms < 32 ? sms : sms / 16 * 8;
     task->mine.max_sms = task->mine.max_sms < sms ? task->mine.max_sms : sms;
     for (int k = 0; k < 2; k++)
@@ -3395,8 +3321,7 @@ static void kvpn_register_window(kvpn_init_task *task)
        all_reduce_norm                                                  kvpn_norm_way_of: >>impl_norm_call
        all else                                                         NCCL */
 
-/* Name, bytes, NCCL's ncclDataType_t, which older versions of its header lack, and what own kernels call it: 0 if they
-   do not reduce it. */
+/* Name, bytes, the ncclDataType_t, which older headers may lack, and own kernels' name: 0 if they do not reduce it. */
 typedef struct kvpn_type {
     const char *name;
     size_t bytes;
@@ -3467,9 +3392,8 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
                                      : slots;
 }
 
-/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more ranks; `make nccl-limits`
-   measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other numbers need another
-   kvpn_protocol. */
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (`make nccl-limits`), estimated for more; two
+   ranks over PCIe, not measured, take the smallest. Other numbers need another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t norm_one_shot; /* of kvprim_all_reduce_norm, a rank's addend */
@@ -3524,8 +3448,7 @@ static kvpn_way kvpn_choose_sum(const kvprim_comm *comm, bool scatters, size_t b
                                                        : kvpn_by_two_shot;
 }
 
-/* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
-   The same on every rank. */
+/* Bytes of the largest and smallest part that ranks send, and of the largest that stays. The same on every rank. */
 typedef struct kvpn_extent {
     size_t largest, smallest, own;
 } kvpn_extent;
@@ -3681,23 +3604,6 @@ static void kvpn_load_kernels(kvpn_init_task *task)
 }
 #endif
 
-/* What kvprim_all_reduce_norm needs whether or not own kernels sum: the norm alone, loaded, and memory for sums. */
-static kvprim_status kvpn_prepare_norm(kvpn_init_task *task)
-{
-#if defined(KVPRIM_NCCL_KERNELS) && !defined(KVPRIM_NO_NORM)
-    const char *const f = "kvprim_comm_init";
-    cudaFuncAttributes attributes;
-    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_F16, 1, kvpn_norm_alone));
-    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_BF16, 1, kvpn_norm_alone));
-    (void)cudaGetLastError(); /* its launch reports it */
-    if (task->comm.world > 1)
-        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&task->comm.sums, kvpn_sums_bytes));
-#else
-    (void)task;
-#endif
-    return KVPRIM_OK;
-}
-
 /* Whether NCCL's symmetric kernels of this version may start before the kernel before them has ended. */
 static bool kvpn_nccl_starts_early(int running)
 {
@@ -3809,10 +3715,11 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
-/* Before the last exchange: the nonces of all ranks must have arrived, and what launches need is loaded. */
+/* Before the last exchange: the nonces of all ranks must have arrived, and what launches need is loaded. A norm's own
+   kernel, and memory for sums, are needed whether or not own kernels sum. */
 static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
 {
-    const kvprim_comm *const comm = &task->comm;
+    kvprim_comm *const comm = &task->comm;
     uint64_t nonces[kvpn_max_world];
     if (!task->off_reason)
         KVPRIM_TRY(kvpn_copy_and_wait(comm, nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces));
@@ -3822,8 +3729,17 @@ static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
 #ifdef KVPRIM_NCCL_KERNELS
     if (!task->off_reason)
         kvpn_load_kernels(task);
+#ifndef KVPRIM_NO_NORM
+    const char *const f = "kvprim_comm_init";
+    cudaFuncAttributes attributes;
+    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_F16, 1, kvpn_norm_alone));
+    (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(KVPRIM_BF16, 1, kvpn_norm_alone));
+    (void)cudaGetLastError(); /* its launch reports it */
+    if (comm->world > 1)
+        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->sums, kvpn_sums_bytes));
 #endif
-    return kvpn_prepare_norm(task);
+#endif
+    return KVPRIM_OK;
 }
 
 /* Each step fails on all ranks or on none: the exchange after it tells all of them. */
@@ -4032,19 +3948,17 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_destroy";
-    if (!kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_calls_ms) ||
-        !kvpn_wait_until(&comm->notifying, 0, kvpn_destroy_notify_ms))
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
-                           "%s: a call in another thread has not returned; call again when it has", f);
+    KVPRIM_REFUSE(!kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_calls_ms) ||
+                      !kvpn_wait_until(&comm->notifying, 0, kvpn_destroy_notify_ms),
+                  TIMEOUT, "%s: a call in another thread has not returned; call again when it has", f);
     if (!KVPRIM_NCCL_LOAD(&comm->teardown->started)) {
         (void)cudaDeviceSynchronize(); /* destroy's own synchronise reports the error */
         kvpn_start_teardown(comm, false);
     }
-    if (!kvpn_wait_for_teardown(comm, comm->timeout_ms))
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
-                           "%s: NCCL has not ended: destroy the graphs that hold its collectives, abort other "
-                           "communicators whose work is stuck, then call again",
-                           f);
+    KVPRIM_REFUSE(!kvpn_wait_for_teardown(comm, comm->timeout_ms), TIMEOUT,
+                  "%s: NCCL has not ended: destroy the graphs that hold its collectives, abort other "
+                  "communicators whose work is stuck, then call again",
+                  f);
     return KVPRIM_OK;
 }
 
@@ -4076,18 +3990,16 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 
 /* >>impl_watch -- kvprim_comm_check, and where a wait for NCCL's collectives ends */
 
-/* Reports that an own kernel stopped, here or on another rank. */
 static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
 {
     const uint32_t reason = comm->stop ? KVPRIM_NCCL_LOAD(comm->stop) : 0;
     const int by = (int)(reason >> 8 & 0xff), awaited = (int)(reason >> 16 & 0xff);
     if (reason == 0)
         return KVPRIM_OK;
-    if ((reason & 0xff) == kvpn_stop_aborted)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, comm->rank, by);
-    if (by == comm->rank)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by, comm->timeout_ms,
-                           awaited);
+    KVPRIM_REFUSE((reason & 0xff) == kvpn_stop_aborted, TIMEOUT, "%s: rank %d: rank %d was aborted", function,
+                  comm->rank, by);
+    KVPRIM_REFUSE(by == comm->rank, TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by, comm->timeout_ms,
+                  awaited);
     return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function, comm->rank,
                        by, awaited);
 }
@@ -4100,8 +4012,7 @@ static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
 {
     const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
     const int64_t now_us = kvpn_now_us();
-    /* before the record, so that no old time counts for it, and after it: meanwhile a check may have found the event
-       done and cleared the time */
+    /* before the record, as no old time may count, and after it, as a check may have cleared the time meanwhile */
     KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
     if (cudaEventRecord(comm->teardown->watch[index], stream) == cudaSuccess)
         KVPRIM_NCCL_STORE(&comm->watch_start_us[index], now_us);
@@ -4133,7 +4044,6 @@ static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *erro
     return 0;
 }
 
-/* Whether NCCL reports an error, or has passed the deadline. */
 static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
 {
     const int32_t index = KVPRIM_NCCL_LOAD(&comm->watch_index);
@@ -4228,14 +4138,11 @@ static cudaStream_t kvpn_stream(cudaStream_t stream)
     return stream ? stream : cudaStreamLegacy;
 }
 
-static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv, const void *send,
-                                size_t count, kvprim_dtype dtype, int op_or_peer, cudaStream_t stream)
+static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_comm *comm, cudaStream_t stream)
 {
     kvpn_call c;
     memset(&c, 0, sizeof c);
-    c.kind = kind, c.function = function, c.comm = comm, c.recv = recv, c.send = send, c.count = count;
-    c.dtype = dtype, c.op_or_peer = op_or_peer;
-    c.stream = kvpn_stream(stream);
+    c.kind = kind, c.function = function, c.comm = comm, c.stream = kvpn_stream(stream);
     return c;
 }
 
@@ -4256,7 +4163,6 @@ static char *kvpn_byte_at(const void *tensor, size_t at)
     return (char *)((uintptr_t)tensor + at);
 }
 
-/* How many elements rank `from` sends to rank `to`. */
 static size_t kvpn_part_count(const kvpn_call *c, int from, int to)
 {
     return c->kind == kvpn_all_to_allv   ? c->counts[(size_t)from * (size_t)c->comm->world + (size_t)to]
@@ -4264,8 +4170,7 @@ static size_t kvpn_part_count(const kvpn_call *c, int from, int to)
                                          : c->count;
 }
 
-/* Where the part begins in this rank's send for rank r, or in its recv from rank r. With r = world: where the last one
-   ends. */
+/* Where the part begins in this rank's send for rank r, or in its recv from rank r. r = world: the last one's end. */
 static size_t kvpn_part_begin(const kvpn_call *c, int r, bool sends)
 {
     size_t begin = 0;
@@ -4287,8 +4192,8 @@ static kvprim_status kvpn_check_counts(kvpn_call *c)
     size_t sum = 0, least = SIZE_MAX;
     KVPRIM_REFUSE(!c->counts, NULL, "%s: counts is NULL", c->function);
     for (size_t k = 0; k < many; k++) {
-        KVPRIM_REFUSE(c->counts[k] > most - sum, SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
-                      c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
+        KVPRIM_REFUSE(c->counts[k] > most - sum, SIZE, "%s: counts[%zu] is %zu: all together are too many bytes",
+                      c->function, k, c->counts[k]);
         sum += c->counts[k];
         c->count = c->counts[k] > c->count ? c->counts[k] : c->count;
         least = c->counts[k] < least ? c->counts[k] : least;
@@ -4313,15 +4218,14 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
     enum cudaStreamCaptureStatus capture;
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     KVPRIM_REFUSE(device != c->comm->device, ARGUMENT, "%s: the current device is %d, the communicator is on device %d",
-                  f, device, (int)c->comm->device);
+                  f, device, c->comm->device);
     KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
     c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
         KVPRIM_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
         KVPRIM_REFUSE(device != c->comm->device, ARGUMENT,
-                      "%s: stream belongs to device %d, the communicator is on device %d", f, device,
-                      (int)c->comm->device);
+                      "%s: stream belongs to device %d, the communicator is on device %d", f, device, c->comm->device);
         c->comm->checked_stream = c->stream;
     }
 #endif
@@ -4332,13 +4236,12 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
 {
     if (count == 0)
         return KVPRIM_OK;
-    KVPRIM_REFUSE(!pointer, NULL, "%s: %s is NULL, but the count is %llu", c->function, name,
-                  (unsigned long long)c->count);
+    KVPRIM_REFUSE(!pointer, NULL, "%s: %s is NULL, but the count is %zu", c->function, name, c->count);
     KVPRIM_REFUSE((uintptr_t)pointer % c->element, ARGUMENT, "%s: %s is %p, not aligned to its elements of %d bytes",
                   c->function, name, (void *)(uintptr_t)pointer, (int)c->element);
     KVPRIM_REFUSE(count * c->element > UINTPTR_MAX - (uintptr_t)pointer, SIZE,
-                  "%s: %s is %p and has %llu elements: past the end of memory", c->function, name,
-                  (void *)(uintptr_t)pointer, (unsigned long long)count);
+                  "%s: %s is %p and has %zu elements: past the end of memory", c->function, name,
+                  (void *)(uintptr_t)pointer, count);
     return KVPRIM_OK;
 }
 
@@ -4353,9 +4256,8 @@ static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
     const bool exchanges = c->kind == kvpn_all_to_all || c->kind == kvpn_all_to_allv;
     if (recv + recv_bytes <= send || send + send_bytes <= recv || (recv_part == send_part && !exchanges))
         return KVPRIM_OK;
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: recv %p, %llu bytes, and send %p, %llu bytes, overlap%s", c->function,
-                       c->recv, (unsigned long long)recv_bytes, (void *)send, (unsigned long long)send_bytes,
-                       exchanges ? "" : " and are not in place");
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: recv %p, %zu bytes, and send %p, %zu bytes, overlap%s", c->function,
+                       c->recv, recv_bytes, (void *)send, send_bytes, exchanges ? "" : " and are not in place");
 }
 
 /* Fills in what follows from the arguments: both sides' counts, type, element, captured. */
@@ -4372,8 +4274,8 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     KVPRIM_REFUSE(c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world), ARGUMENT,
                   "%s: %s is %d, must be 0 to %d", c->function, c->kind == kvpn_broadcast ? "root" : "peer",
                   c->op_or_peer, (int)c->comm->world - 1);
-    KVPRIM_REFUSE(c->count > SIZE_MAX / type.bytes / world, SIZE, "%s: the count is %llu, which is too many bytes",
-                  c->function, (unsigned long long)c->count);
+    KVPRIM_REFUSE(c->count > SIZE_MAX / type.bytes / world, SIZE, "%s: the count is %zu, which is too many bytes",
+                  c->function, c->count);
     if (kvpn_has_parts(c->kind)) {
         c->recv_count = kvpn_part_begin(c, c->comm->world, false);
         c->send_count = kvpn_part_begin(c, c->comm->world, true);
@@ -4460,8 +4362,7 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way,
             *threads += 32;
 }
 
-/* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
-   was before it. */
+/* After a kernel of NCCL's, no programmatic dependent launch: it may not have waited for what was before it. */
 static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, uint32_t cluster,
                                         dim3 threads, void *params)
 {
@@ -4498,7 +4399,6 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn_bytes = 2 * p->area_bytes;
 }
 
-/* What a kernel of kvpn_any does. */
 static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
 {
     static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
@@ -4507,8 +4407,7 @@ static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
     p->per_rank = 1.0 / c->comm->world;
 }
 
-/* Reduces in one launch, or in several if the tensor is larger than the slots; or gathers few bytes, by
-   kvpn_by_gather. */
+/* Reduces in one launch, or in several if it is larger than the slots; or gathers few bytes (kvpn_by_gather). */
 static kvprim_status kvpn_launch_packs(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
@@ -4595,8 +4494,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 #ifndef KVPRIM_NO_NORM
 /* >>impl_launch_norm -- the same of the norm's kernels */
 
-/* All take a description that was checked, with its defaults filled in (strides, scale_min), and at least one token.
-   c: function, comm, stream. */
+/* All take a checked description with its defaults, and at least one token. c: function, comm, stream. */
 static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d)
 {
     kvpn_norm_params p = {};
@@ -4626,8 +4524,7 @@ static uint32_t kvpn_few_threads(uint32_t row_packs, uint32_t share_bits)
     return (row_packs + per_warp - 1) / per_warp * kvpn_norm_lanes;
 }
 
-/* How many blocks share a token, as a power of two: none, if one has threads enough; otherwise as many as there are for
-   all tokens. Each has a pack. */
+/* How many blocks share a token (a power of two): one with enough threads, or as many as there are. Each has a pack. */
 static uint32_t kvpn_few_share_bits(const kvprim_comm *comm, uint32_t row_packs, int64_t tokens)
 {
     uint32_t bits = 0;
@@ -4641,8 +4538,7 @@ static uint32_t kvpn_few_share_bits(const kvprim_comm *comm, uint32_t row_packs,
     return bits;
 }
 
-/* Up to how many tokens kvpn_few_kernel takes in one launch: as many as have slots; 0: the blocks that can share a
-   token have too few threads for it. */
+/* Up to how many tokens kvpn_few_kernel takes in one launch: as many as have slots; 0: a token needs more threads. */
 static int64_t kvpn_few_most_tokens(const kvprim_comm *comm, uint32_t row_packs)
 {
     const uint32_t bits = kvpn_few_share_bits(comm, row_packs, comm->blocks),
@@ -4691,8 +4587,7 @@ static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_nor
 
 /* >>impl_nccl -- collectives by NCCL */
 
-/* Whether NCCL may take its symmetric kernels: both tensors lie in a window of this library's, or may lie in one of the
-   caller's. */
+/* Whether NCCL may take its symmetric kernels: both tensors lie in this library's window, or may lie in a caller's. */
 static bool kvpn_may_use_window(const kvpn_call *c)
 {
     const uintptr_t buffer = (uintptr_t)c->comm->buffer, bytes = c->comm->buffer_bytes;
@@ -4804,8 +4699,7 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
     return KVPRIM_OK;
 }
 
-/* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: only a kernel can let its
-   successor start early. */
+/* After a memset NCCL's symmetric kernel cannot start early: only a kernel lets its successor do so. */
 static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 {
     static const char *const names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
@@ -4827,7 +4721,6 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
    Calls are kept here, not in a group of NCCL's that is open meanwhile. NCCL's groups belong to the thread, cannot be
    dropped, and may not see their communicator end: an abort would leave one that crashes when it is closed. */
 
-/* Keeps a call until kvprim_group_end. */
 static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 {
     KVPRIM_REFUSE(c->kind < kvpn_send, ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
@@ -4851,7 +4744,7 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
 {
     const kvpn_open_group *const group = &comm->teardown->group;
-    kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
+    kvpn_call c = kvpn_make_call(kvpn_send, f, comm, group->stream);
     KVPRIM_REFUSE(!group->open, ARGUMENT, "%s: no group is open", f);
     if (group->failed != KVPRIM_OK)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
@@ -4905,7 +4798,6 @@ static kvprim_status kvpn_run_call(kvpn_call *c)
     return kvpn_run_nccl(c);
 }
 
-/* Runs a call, or keeps it if a group is open. */
 static kvprim_status kvpn_run_or_keep(kvpn_call *c, kvprim_status (*run)(kvpn_call *))
 {
     KVPRIM_TRY(kvpn_enter_alive(c->function, c->comm));
@@ -4916,14 +4808,13 @@ static kvprim_status kvpn_run_or_keep(kvpn_call *c, kvprim_status (*run)(kvpn_ca
     return s;
 }
 
-/* counts: of all_gatherv and all_to_allv. */
 static kvprim_status kvpn_collective(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv,
                                      const void *send, size_t count, const size_t *counts, kvprim_dtype dtype,
                                      int op_or_peer, cudaStream_t stream)
 {
     KVPRIM_RANGE(function);
-    kvpn_call c = kvpn_make_call(kind, function, comm, recv, send, count, dtype, op_or_peer, stream);
-    c.counts = counts;
+    kvpn_call c = kvpn_make_call(kind, function, comm, stream);
+    c.recv = recv, c.send = send, c.count = count, c.counts = counts, c.dtype = dtype, c.op_or_peer = op_or_peer;
     return kvpn_run_or_keep(&c, kvpn_run_call);
 }
 
@@ -5061,8 +4952,24 @@ static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_des
 }
 
 /* Scales of groups lie in rows of tokens, or in columns. */
-static kvprim_status kvpn_check_norm_places(const char *f, const kvprim_norm_desc *d)
+static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
 {
+    KVPRIM_REFUSE(d->scale_group != 0 && d->scale_group != kvpn_norm_group, ARGUMENT,
+                  "%s: desc->scale_group is %d, must be 0 or 128", f, d->scale_group);
+    KVPRIM_REFUSE(d->scale_group && d->scale_per_token, ARGUMENT,
+                  "%s: desc->scale_group and scale_per_token are both set", f);
+    if (!d->scale_group && (d->scale_stride || d->scale_group_stride || d->scale_power_of_two || d->scale_dtype))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->scale_group is 0", f,
+                           d->scale_stride         ? "scale_stride"
+                           : d->scale_group_stride ? "scale_group_stride"
+                           : d->scale_power_of_two ? "scale_power_of_two"
+                                                   : "scale_dtype");
+    if (!d->scale_group)
+        return KVPRIM_OK;
+    KVPRIM_REFUSE(d->scale_dtype != 0 && d->scale_dtype != KVPRIM_F32 && d->scale_dtype != KVPRIM_F8E8M0, ARGUMENT,
+                  "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f, (int)d->scale_dtype);
+    KVPRIM_REFUSE(d->hidden % d->scale_group, SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d",
+                  f, (long long)d->hidden, d->scale_group);
     const int64_t most = (int64_t)1 << 46; /* so that sums of products with tokens and groups stay below 2^63 */
     const int64_t words = kvpn_norm_words(d), tokens = d->tokens > 0 ? d->tokens : 1, step = d->scale_group_stride;
     const bool fits =
@@ -5077,27 +4984,6 @@ static kvprim_status kvpn_check_norm_places(const char *f, const kvprim_norm_des
                   "scale_group_stride %lld",
                   f, (long long)tokens, (long long)words, (long long)s, (long long)g);
     return KVPRIM_OK;
-}
-
-static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_desc *d)
-{
-    KVPRIM_REFUSE(d->scale_group != 0 && d->scale_group != kvpn_norm_group, ARGUMENT,
-                  "%s: desc->scale_group is %d, must be 0 or 128", f, (int)d->scale_group);
-    KVPRIM_REFUSE(d->scale_group && d->scale_per_token, ARGUMENT,
-                  "%s: desc->scale_group and scale_per_token are both set", f);
-    if (!d->scale_group && (d->scale_stride || d->scale_group_stride || d->scale_power_of_two || d->scale_dtype))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->scale_group is 0", f,
-                           d->scale_stride         ? "scale_stride"
-                           : d->scale_group_stride ? "scale_group_stride"
-                           : d->scale_power_of_two ? "scale_power_of_two"
-                                                   : "scale_dtype");
-    if (!d->scale_group)
-        return KVPRIM_OK;
-    KVPRIM_REFUSE(d->scale_dtype != 0 && d->scale_dtype != KVPRIM_F32 && d->scale_dtype != KVPRIM_F8E8M0, ARGUMENT,
-                  "%s: desc->scale_dtype is %d, must be KVPRIM_F32 or KVPRIM_F8E8M0", f, (int)d->scale_dtype);
-    KVPRIM_REFUSE(d->hidden % d->scale_group, SIZE, "%s: desc->hidden is %lld, must be a multiple of scale_group, %d",
-                  f, (long long)d->hidden, (int)d->scale_group);
-    return kvpn_check_norm_places(f, d);
 }
 
 /* >>impl_norm_check -- which tensors there must be, if there are tokens. */
@@ -5194,7 +5080,6 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
     return KVPRIM_OK;
 }
 
-/* With its defaults filled in. */
 static kvprim_norm_desc kvpn_complete_norm(const kvprim_norm_desc *desc)
 {
     kvprim_norm_desc d = *desc;
@@ -5215,7 +5100,6 @@ static void *kvpn_norm_row(const void *tensor, int64_t stride, int64_t token, si
     return tensor ? (char *)(uintptr_t)tensor + (size_t)(token * stride) * element : NULL;
 }
 
-/* The same of some of its tokens. */
 static kvprim_norm_desc kvpn_norm_part(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
 {
     kvprim_norm_desc part = *d;
@@ -5318,8 +5202,7 @@ static kvprim_status kvpn_run_norm(kvpn_call *c)
 KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
                                                 struct CUstream_st *stream)
 {
-    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce_norm", comm, NULL, NULL, 0, KVPRIM_BF16,
-                                 (int)KVPRIM_SUM, stream);
+    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce_norm", comm, stream); /* KVPRIM_SUM */
     KVPRIM_RANGE(c.function);
     c.norm = desc;
     return kvpn_run_or_keep(&c, kvpn_run_norm);
@@ -5330,7 +5213,6 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_
    The host's twin. It reads addends and residual up to three times instead of keeping a row. An element's outputs are
    written after all reads of that element, so they may lie in its place. */
 
-/* A token under way. */
 typedef struct kvpn_host_token {
     const kvprim_norm_desc *d;
     const void *const *sends;
@@ -5411,7 +5293,6 @@ static float kvpn_host_rsqrt(float x)
     return kvpi_float_of(low);
 }
 
-/* kvpn_host_token's factor, from its other fields. */
 static float kvpn_host_factor(const kvpn_host_token *t)
 {
     const int64_t packs = t->d->hidden / 8;
@@ -5559,7 +5440,7 @@ KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_d
     const char *const f = "kvprim_ring_init";
     cudaError_t error = cudaSuccess;
     KVPRIM_TRY(kvpn_check_ring_desc(f, ring, desc));
-    kvpn_call c = kvpn_make_call(kvpn_send, f, desc->comm, NULL, NULL, 0, KVPRIM_U8, 0, desc->stream);
+    kvpn_call c = kvpn_make_call(kvpn_send, f, desc->comm, desc->stream);
     KVPRIM_TRY(kvpn_check_device(&c)); /* events of another device would fail later */
     if (ring->self != ring)
         memset(ring, 0, sizeof *ring);

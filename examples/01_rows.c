@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* Stores rows of keys and values into the slots of a cache, and gathers some of them back. The program at the top of
-   kvprim.h.
+   kvprim.h, and a gather.
 
        cc -O2 -I. examples/01_rows.c -o 01_rows && ./01_rows
 */

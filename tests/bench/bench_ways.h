@@ -23,8 +23,8 @@ struct way_call {
 
 static kvpn_call make_call(rank_state &r, const way_call &w, const char *from, char *to)
 {
-    kvpn_call c = kvpn_make_call(w.kind, "ways", &r.comm, to, from, w.count, KVPRIM_BF16, KVPRIM_SUM, r.stream);
-    c.counts = w.counts.data(), c.element = 2;
+    kvpn_call c = kvpn_make_call(w.kind, "ways", &r.comm, r.stream);
+    c.recv = to, c.send = from, c.count = w.count, c.counts = w.counts.data(), c.dtype = KVPRIM_BF16, c.element = 2;
     return c;
 }
 

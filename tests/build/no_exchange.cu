@@ -21,8 +21,9 @@ static kvprim_comm comm_of(int world, size_t gather_limit)
 static kvpn_way way_of(kvprim_comm *comm, kvpn_kind kind, size_t count)
 {
     size_t counts[kvpn_max_world * kvpn_max_world] = {count};
-    kvpn_call c = kvpn_make_call(kind, "test", comm, nullptr, nullptr, count, KVPRIM_BF16, KVPRIM_SUM, nullptr);
-    c.element = 2, c.counts = kind == kvpn_all_gatherv || kind == kvpn_all_to_allv ? counts : nullptr;
+    kvpn_call c = kvpn_make_call(kind, "test", comm, nullptr);
+    c.count = count, c.dtype = KVPRIM_BF16, c.element = 2;
+    c.counts = kind == kvpn_all_gatherv || kind == kvpn_all_to_allv ? counts : nullptr;
     return kvpn_way_of(&c);
 }
 

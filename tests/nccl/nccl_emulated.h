@@ -123,7 +123,7 @@ static uint64_t kvpn_globaltimer_ns()
             .count());
 }
 
-static void kvpn_sleep()
+static void __nanosleep(unsigned)
 {
 }
 
@@ -187,6 +187,8 @@ static float __frsqrt_rn(float a)
 }
 
 #define KVPRIM_NCCL_EMULATE
+#define KVPRIM_NCCL_UNROLL
+#define KVPRIM_NCCL_UNROLL_BY(n)
 #include "../../kvprim_nccl.h"
 #include "../harness.h"
 

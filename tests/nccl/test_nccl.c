@@ -254,7 +254,8 @@ static void test_types(void)
 /* A call from send to recv with so many elements of 4 bytes each. */
 static kvpn_call call_of(kvprim_comm *comm, char *recv, const char *send, size_t recv_count, size_t send_count)
 {
-    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
+    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "test", comm, NULL);
+    c.recv = recv, c.send = send, c.count = 1, c.dtype = KVPRIM_F32;
     c.recv_count = recv_count;
     c.send_count = send_count;
     c.element = 4;
@@ -891,8 +892,8 @@ static void test_launched_reductions(void)
         if (way == kvpn_by_pipeline && world > 2)
             continue;
         open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
-        kvpn_call c = kvpn_make_call(scatters ? kvpn_reduce_scatter : kvpn_all_reduce, "", &comm, memory, memory,
-                                     (size_t)(64 + odd), type.dtype, (int)op[0], NULL);
+        kvpn_call c = kvpn_make_call(scatters ? kvpn_reduce_scatter : kvpn_all_reduce, "", &comm, NULL);
+        c.recv = memory, c.send = memory, c.count = (size_t)(64 + odd), c.dtype = type.dtype, c.op_or_peer = (int)op[0];
         c.element = kvpn_type_of(type.dtype).bytes;
         const kvpn_params &p = launched_with;
         const uint32_t bytes = (uint32_t)(c.count * c.element), packs = (bytes + 15) / 16, n = (uint32_t)world;
