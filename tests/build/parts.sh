@@ -144,6 +144,12 @@ once()
     mv "$output.$part" "$output" && printf '%s\n' "$made" >"$output.made"
 }
 
+# said NAME: keeps what the last program printed, for documents.
+said()
+{
+    cp "$build/log" "build/said_$1.$part" && mv "build/said_$1.$part" "build/said_$1" && sources >"build/said_$1.made"
+}
+
 # unit NAME LINE...: writes a source file of these lines.
 unit()
 {
@@ -257,7 +263,7 @@ trace()
 {
     if has python3; then
         program 'test_trace.py' python3 tests/trace/test_trace.py
-        cp "$build/log" build/said_test_trace.py && sources >build/said_test_trace.py.made # for documents
+        said test_trace.py
     else
         skip_tests tests/trace/test_trace.py 'no python3'
     fi
@@ -283,8 +289,10 @@ pictures()
 
 documents()
 {
-    said=build/said_test_trace.py
-    [ -e $said ] && [ "$(sources)" = "$(cat $said.made 2>/dev/null)" ] || said=
+    said=
+    for name in test_trace.py test_kvprim; do
+        [ "$(sources)" != "$(cat build/said_$name.made 2>/dev/null)" ] || said="$said build/said_$name"
+    done
     program 'rows of tests/documents.md' sh tests/documents.sh host $said
 }
 
@@ -325,6 +333,7 @@ core()
     cell "test_kvprim, $cc $checks" once build/test_address $cc $test_kvprim $checks
     group "test_kvprim compiled, $cc $checks"
     program "test_kvprim, $checks" $launcher build/test_address $quick
+    said test_kvprim
 }
 
 sanitizers()
