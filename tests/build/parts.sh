@@ -43,8 +43,8 @@ warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wund
 strict='-Xcompiler -Wall,-Wextra,-Werror' # for nvcc
 quickly='-Xcicc -O0 -Xptxas -O0'          # the same
 only_ptx='-arch=compute_90 -Xcicc -O0'    # the same, without ptxas
-lto_80='-rdc=true -gencode arch=compute_80,code=lto_80' # kernels are only read: no PTX
-lto_90='-rdc=true -gencode arch=compute_90,code=lto_90'
+lto_90='-rdc=true -gencode arch=compute_90,code=lto_90' # kernels are only read: no PTX
+parsed='-fdevice-syntax-only' # the same, for no other kernels than the headers': their calls of the host go unseen
 no_kernels='-DKVPRIM_NO_CONVERT -DKVPRIM_NO_KERNELS' # of those that take long to compile
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
 # Undefined behaviour traps, which takes a seventh less to compile and to run than a report of its own. ASAN_OPTIONS let
