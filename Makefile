@@ -161,11 +161,11 @@ REPLAY_TEST = 'test sh "build/a folder/tests/core/test_replay.sh" $(1) build/02_
 # Tests of both: `test` runs fewer of their cases.
 IN_BOTH = $(foreach part,emulated core collectives,'test sh tests/build/parts.sh $(part) build/$(part) $(1)') \
     $(call REPLAY_TEST,$(1))
-IN_TEST = $(call parts,nccl callers) \
-    'test MAKEFLAGS= make -s build/test_disk && build/test_disk' $(call parts,readme profile trace)
-IN_CHECK = $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix fuzzers systems compilers symbols \
-    callers_cuda pictures documents format) \
-    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd'
+IN_TEST = $(call parts,callers nccl trace) \
+    'test MAKEFLAGS= make -s build/test_disk && build/test_disk' $(call parts,readme profile)
+IN_CHECK = $(call parts,programs nccl_cuda systems compilers nccl_headers kernels matrix fuzzers symbols sanitizers) \
+    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
+    $(call parts,callers_cuda format pictures documents)
 
 # What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
 test check: build/02_kv_replay

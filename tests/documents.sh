@@ -22,7 +22,9 @@ print_for()
     host*.py) set -- python3 "$1" ;;
     *) return 1 ;;
     esac
-    case $1 in build/*) MAKEFLAGS='' make -s "$1" >"$kept/make" 2>&1 || cp "$kept/make" "$output" ;; esac
+    if [ ! -e "$output" ]; then
+        case $1 in build/*) MAKEFLAGS='' make -s "$1" >"$kept/make" 2>&1 || cp "$kept/make" "$output" ;; esac
+    fi
     [ "$mode" = gpu ] || [ -e "$output" ] || ! command -v "$1" >/dev/null || "$@" >"$output" 2>&1
     case $1 in *', 2 GPUs') [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" -gt 1 ] || return ;; esac
     [ -e "$output" ]

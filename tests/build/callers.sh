@@ -183,8 +183,9 @@ versions()
 # own_copies COMPILER...: two shared libraries with copies of other versions, in one process.
 own_copies()
 {
-    "$@" -shared -fPIC -I. -DVERSION_OF=version_of_ours $units/copy.c -o "$build/libours.so" &&
-        "$@" -shared -fPIC -I"$build/other" -DVERSION_OF=version_of_other $units/copy.c -o "$build/libother.so" &&
+    less='-DKVPRIM_NO_KEYS -DKVPRIM_NO_FETCH -DKVPRIM_NO_LAYOUTS' # to compile
+    "$@" -shared -fPIC $less -I. -DVERSION_OF=version_of_ours $units/copy.c -o "$build/libours.so" &&
+        "$@" -shared -fPIC $less -I"$build/other" -DVERSION_OF=version_of_other $units/copy.c -o "$build/libother.so" &&
         "$@" -I. -DOTHER_VERSION=7700 $units/copies.c -L"$build" -lours -lother \
             -Wl,-rpath,"$PWD/$build" -o "$build/copies" && "$build/copies"
 }
@@ -198,7 +199,7 @@ refuses_fast_math()
 fast_math()
 {
     for flags in -ffast-math -Ofast -ffinite-math-only; do
-        cell "$flags, $*" refuses_fast_math "$@" $flags -fsyntax-only $units/implemented.c
+        cell "$flags, $*" refuses_fast_math "$@" $flags -E $units/implemented.c
         cell "$flags in a caller, $*" "$@" $flags $warnings -fsyntax-only $units/declared.c
     done
 }
@@ -332,11 +333,13 @@ python_modules()
 }
 
 # installed: makes the wheel of examples/python without nvcc, and installs it in a virtual environment of its own. It
-# sees what is installed beside python3, but bare, its PATH, has no nvcc.
+# sees what is installed beside python3, but bare, its PATH, has no nvcc. Nothing is optimized: it takes half the time.
 installed()
 {
     rm -rf "$build/venv" "$build"/kvprim-*.whl
-    (cd examples/python && KVPRIM_CUDA_ARCH=none CC="$CC" CXX="$CXX" python3 -c \
+    printf '#!/bin/sh\nexec "$@" -O0\n' >"$build/plainly" && chmod +x "$build/plainly" || return 1
+    plainly="'$PWD/$build/plainly'"
+    (cd examples/python && KVPRIM_CUDA_ARCH=none CC="$plainly $CC" CXX="$plainly $CXX" python3 -c \
         'import build_backend, sys; build_backend.build_wheel(sys.argv[1])' "$OLDPWD/$build") &&
         python3 -m venv --without-pip "$build/venv" && python3 -m pip --python "$build/venv/bin/python3" install \
         -q --no-index --no-deps "$build"/kvprim-*.whl && python3 -c 'import sys; print(*sys.path[1:], sep="\n")' \

@@ -188,8 +188,8 @@ nccl_versions()
         done
     done <"$build/folders"
     folder=build/nccl_headers/2.19 # included by path: nvcc searches its own folder first
-    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 $only_ptx -DKVPRIM_NO_KERNELS \
-        $strict -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
+    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 -arch=compute_90 $parsed \
+        -DKVPRIM_NO_KERNELS $strict -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
     group "kvprim_nccl.h with the headers of NCCL $versions"
 }
 
@@ -232,7 +232,7 @@ nccl_cuda()
     kernels_for 75
     assembled_for "$build/kept/kernels.ptx" 80
     cell 'kernels for compute_80' $read -rdc=true -dlto -ltoir -arch=sm_80 "$build/kernels.cu" -o "$build/unit.ltoir"
-    cell 'KVPRIM_NO_NORM' lacks_norms $read $lto_80 $strict -DKVPRIM_NO_NORM
+    cell 'KVPRIM_NO_NORM' lacks_norms $read -arch=compute_80 $parsed $strict -DKVPRIM_NO_NORM
     # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
     cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu --keep --keep-dir "$build/kept" \
         -c tests/nccl/test_nccl.c -o "$build/test_nccl.o"
@@ -253,11 +253,12 @@ nccl_cuda()
     cell 'what ranks of one GPU have in place of NCCL' $cu tests/nccl/nccl_none.cpp -Xlinker "$build/test_nccl.o" \
         -o "$build/program" -lpthread
     # In KVPRIM_NO_EXCHANGE's program there are no such kernels.
-    cell 'no_exchange, nvcc' $read $only_ptx $strict tests/build/no_exchange.cu $nccl_link -o "$build/no_exchange"
+    cell 'no_exchange, nvcc' $read -arch=compute_90 $parsed $strict tests/build/no_exchange.cu $nccl_link \
+        -o "$build/no_exchange"
     cell 'kernels of parts in test_nccl' grep -q kvpn_parts_kernel "$build/test_nccl_cuda"
     cell 'none in no_exchange' lacks kvpn_parts_kernel "$build/no_exchange"
-    cell 'bench_nccl with every way, nvcc' $read $lto_90 $strict -DBENCH_WAYS -c tests/bench/bench_nccl.cu \
-        -o "$build/unit.o"
+    cell 'bench_nccl with every way, nvcc' $read -arch=compute_90 $parsed $strict -DBENCH_WAYS \
+        -c tests/bench/bench_nccl.cu -o "$build/unit.o"
     # As if this unit had implemented the headers already.
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_NCCL_IMPLEMENTED -DKVPRIM_NCCL_LAYOUT -DKVPRIM_NCCL_KERNELS'
     cell '14_handover, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
@@ -347,12 +348,12 @@ kernels_of_all()
     group "kernels and PTX, $NVCC"
 }
 
-# Builds the library as `make` does, in a folder of its own. Nothing is optimized, and no kernel assembled again.
+# Builds the library as `make` does, in a folder of its own. Nothing is optimized, and no kernel compiled again.
 library_of_cuda()
 {
     rm -rf "$build/lib" && mkdir "$build/lib" &&
         ln -s "$PWD/kvprim.h" "$PWD/kvprim_cuda.cuh" "$PWD/Makefile" "$build/lib" &&
-        NVCC_APPEND_FLAGS=-O0 MAKEFLAGS='' make -s -C "$build/lib" NVCC="$NVCC -Xcicc -O0" CUDA_ARCH=compute_90 \
+        NVCC_APPEND_FLAGS=-O0 MAKEFLAGS='' make -s -C "$build/lib" NVCC="$NVCC $parsed" CUDA_ARCH=compute_90 \
             CPPFLAGS=-DKVPRIM_NO_CONVERT \
             build/libkvprim_cuda.so
 }
@@ -416,9 +417,10 @@ gpu_programs()
     cu="$NVCC -std=c++17 -I."
     # The headers' implementation takes most of the time that a program takes to compile. Those that use only the API
     # are compiled as if their unit had implemented the headers already, and linked with one that has. The part kernels
-    # assembles what that has for a GPU.
+    # compiles what that has for a GPU.
     printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/implementation.cu"
-    cell 'implementation' $cu $only_ptx -O1 $strict -c "$build/implementation.cu" -o "$build/implementation.o"
+    cell 'implementation' $cu -arch=compute_90 $parsed -O1 $strict -c "$build/implementation.cu" \
+        -o "$build/implementation.o"
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_CUDA_IMPLEMENTED'
     for source in examples/0[345]_*.cu examples/11_*.cu examples/1[56]_*.cu tests/bench/bench_[clpstu]*.cu; do
         level=-O1
@@ -445,8 +447,8 @@ gpu_programs()
     fi
     cell 'test_cuda' $cu $only_ptx -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
     # KVPRIM_DEBUG changes no kernel, and what the host's compiler makes of it is never run.
-    cell 'test_cuda with KVPRIM_DEBUG' $cu $lto_90 -Xcompiler -fsyntax-only -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu \
-        -o "$build/unit.o"
+    cell 'test_cuda with KVPRIM_DEBUG' $cu -arch=compute_90 $parsed -Xcompiler -fsyntax-only -DKVPRIM_DEBUG \
+        -c tests/gpu/test_cuda.cu -o "$build/unit.o"
     # It has no kernels of its own, and waits for none.
     cell 'test_nvtx' $cu $only_ptx $no_kernels -O0 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
         tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
@@ -500,7 +502,7 @@ found_at_home()
 engine_built()
 {
     export NVCC_APPEND_FLAGS=-O0
-    home= less="$NVCC -Xcicc -O0 $no_kernels"
+    home= less="$NVCC $parsed $no_kernels"
     cell 'examples/07_engine, NCCL=no' make -C examples/07_engine CC="$CC" NVCC="$less" NCCL=no CUDA_ARCH=compute_90 \
         BUILD="../../$build/engine_alone"
     if [ -n "$NCCL_LIBRARY" ]; then
@@ -514,7 +516,7 @@ engine_built()
     if has cmake; then
         rm -rf "$build/cmake" # CMake remembers where the sources were
         cell 'examples/07_engine, CMake' at_home CC="$CC" CUDACXX="$NVCC" \
-            CUDAFLAGS="-Xcicc -O0 $no_kernels" cmake -S examples/07_engine -B "$build/cmake" \
+            CUDAFLAGS="$parsed $no_kernels" cmake -S examples/07_engine -B "$build/cmake" \
             -DCMAKE_CUDA_ARCHITECTURES=90-virtual
         cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
         [ -z "$home" ] || cell 'examples/07_engine by CMake, of NCCL_HOME' is_of_home "$build/cmake/engine"

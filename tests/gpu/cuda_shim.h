@@ -162,14 +162,15 @@ static void kvprim_emulate_turns(Kernel *kernel, unsigned threads, const Params 
         Kernel *kernel;
         const Params &params;
     } const one = {kernel, params};
-    std::vector<bool> ready(threads, !kvprim_emulate_dependent);
+    static std::vector<char> ready;
+    ready.assign(threads, !kvprim_emulate_dependent);
     const bool meet = turns_run(
         threads, kvprim_emulate_last_first, kvprim_emulate_groups(params),
         [](const void *what) {
             const call *const c = static_cast<const call *>(what);
             c->kernel(c->params);
         },
-        &one, [&](unsigned i) { threadIdx = dim3(i, 0, 0), kvprim_emulate_ready = ready[i]; },
+        &one, [&](unsigned i) { threadIdx = dim3(i, 0, 0), kvprim_emulate_ready = ready[i] != 0; },
         [&](unsigned i) { ready[i] = kvprim_emulate_ready; });
     if (!meet) {
         printf("FAIL some threads of a block end while others wait for them\n");
