@@ -116,7 +116,7 @@ static bool kvprim_emulate_dependent;                   /* the launch is a depen
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
 static unsigned kvprim_emulate_unasked;                 /* triggers of launches that are not dependent */
 
-/* Whether a kernel has barriers, and whether these are of groups of threads. */
+/* Whether a kernel has barriers, and how many threads meet at them: 0 for all of a block, 1 if it is not known. */
 struct kvpc_meta;
 template <class Params> static bool kvprim_emulate_meets(const Params &)
 {
@@ -146,13 +146,17 @@ static inline bool kvprim_emulate_meets(const kvpc_conversion &)
 {
     return true; /* if it computes scales */
 }
-template <class Params> static bool kvprim_emulate_groups(const Params &)
+template <class Params> static unsigned kvprim_emulate_together(const Params &)
 {
-    return false;
+    return 0;
 }
-static inline bool kvprim_emulate_groups(const kvpc_conversion &)
+static inline unsigned kvprim_emulate_together(const kvpc_conversion &)
 {
-    return true;
+    return 1;
+}
+static inline unsigned kvprim_emulate_together(const kvpc_convert_packed &)
+{
+    return 32; /* those that copy V end before */
 }
 
 template <class Kernel, class Params>
@@ -165,7 +169,7 @@ static void kvprim_emulate_turns(Kernel *kernel, unsigned threads, const Params 
     static std::vector<char> ready;
     ready.assign(threads, !kvprim_emulate_dependent);
     const bool meet = turns_run(
-        threads, kvprim_emulate_last_first, kvprim_emulate_groups(params),
+        threads, kvprim_emulate_last_first, kvprim_emulate_together(params),
         [](const void *what) {
             const call *const c = static_cast<const call *>(what);
             c->kernel(c->params);
@@ -173,7 +177,7 @@ static void kvprim_emulate_turns(Kernel *kernel, unsigned threads, const Params 
         &one, [&](unsigned i) { threadIdx = dim3(i, 0, 0), kvprim_emulate_ready = ready[i] != 0; },
         [&](unsigned i) { ready[i] = kvprim_emulate_ready; });
     if (!meet) {
-        printf("FAIL some threads of a block end while others wait for them\n");
+        printf("FAIL some threads end while others wait for them\n");
         fflush(stdout);
         abort();
     }

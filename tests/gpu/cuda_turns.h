@@ -108,11 +108,20 @@ static void turns_enter(unsigned thread)
     __sanitizer_finish_switch_fiber(saved, nullptr, nullptr);
 }
 
+/* Whether of each `together` threads all have ended, or none. */
+static bool turns_meet(unsigned count, unsigned together)
+{
+    for (unsigned i = 0; i < count; i++)
+        if (turns.threads[i].ended != turns.threads[i / together * together].ended)
+            return false;
+    return true;
+}
+
 /* Runs run(what) as `count` threads. before(thread) and after(thread) set and keep what they see as their own. Returns
-   false if some ended while others wait at a barrier: on a GPU they might wait forever. `groups`: barriers are of groups
-   of threads. */
+   false if some ended while others wait at a barrier: on a GPU they might wait forever. together: how many threads meet
+   at a barrier, or 0 for all. */
 template <class Before, class After>
-static bool turns_run(unsigned count, bool last_first, bool groups, void (*run)(const void *), const void *what,
+static bool turns_run(unsigned count, bool last_first, unsigned together, void (*run)(const void *), const void *what,
                       Before before, After after)
 {
     if (turns.threads.size() < count)
@@ -134,7 +143,7 @@ static bool turns_run(unsigned count, bool last_first, bool groups, void (*run)(
             after(i);
             ended += turns.threads[i].ended;
         }
-        if (ended && ended < count && !groups)
+        if (!turns_meet(count, together ? together : count))
             return false;
         turns.voted = turns.vote;
         turns.vote = false;
