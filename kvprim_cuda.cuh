@@ -1885,6 +1885,9 @@ typedef struct kvpc_convert {
     kvpc_route route[2];
     uint32_t *nans, *rejected;
     uint32_t index_is_i64;
+    /* With kvpc_has_heads: octets of a head; bytes that each adds, and each four rows that are swizzled, by route. */
+    kvpc_divisor32 scale_heads;
+    uint32_t scale_head[2], scale_rows[2];
 } kvpc_convert;
 
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, 1 << lanes_shift (up to 32) for each
@@ -1898,45 +1901,14 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
     uint32_t round_tiles, round_heads, round_dst; /* of 4 bits, from one round to the next; bytes in dst */
 } kvpc_convert_tiles;
 
-typedef struct kvpc_convert_packed : kvpc_convert_tiles {
-    /* With kvpc_has_heads: octets of a head; bytes that each adds, and each four rows that are swizzled, by route. */
-    kvpc_divisor32 scale_heads;
-    uint32_t scale_head[2], scale_rows[2];
-} kvpc_convert_packed;
-
-/* The parameters by what is converted. */
-template <int kind> struct kvpc_convert_params {
-    typedef kvpc_convert plain;
-    typedef kvpc_convert_tiles tiles;
-};
-template <> struct kvpc_convert_params<kvpc_4_bits> {
-    typedef kvpc_convert_packed plain, tiles;
-};
-
 /* Where a scale lies that is at `at` without what its head and its group of rows add. */
-KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert &, uint32_t, uint64_t at, uint32_t, uint32_t)
-{
-    return at;
-}
-
-KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert_packed &p, uint32_t route, uint64_t at, uint32_t octet,
+KVPRIM_DEVICE uint64_t kvpc_order_scale(const kvpc_convert &p, uint32_t route, uint64_t at, uint32_t octet,
                                         uint32_t row)
 {
     if (!(p.how & kvpc_has_heads))
         return at;
     return kvpc_row_at(kvpc_row_at(at, kvpc_divide(octet, p.scale_heads), p.scale_head[route]), row / 4,
                        p.scale_rows[route]);
-}
-
-/* The bytes that a head adds to where its scales lie, beyond the steps of its tiles. */
-KVPRIM_DEVICE uint32_t kvpc_scale_head_of(const kvpc_convert &, uint32_t)
-{
-    return 0;
-}
-
-KVPRIM_DEVICE uint32_t kvpc_scale_head_of(const kvpc_convert_packed &p, uint32_t route)
-{
-    return p.how & kvpc_has_heads ? p.scale_head[route] : 0;
 }
 
 /* Bytes from a row's start to the head that an octet lies in, beyond what its number says. */
@@ -2164,7 +2136,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
    that is a word that is only copied: V's words follow K's octets. */
 template <kvprim_dtype to, int kind, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
-    kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT typename kvpc_convert_params<kind>::plain KVPRIM_IN_PLACE p)
+    kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
     const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8;
     const kvpc_route &s = p.route[0];
@@ -2319,10 +2291,10 @@ KVPRIM_DEVICE void kvpc_store_packed(const kvpc_convert &p, const kvpc_route &s,
 /* Stores the tiles of a thread, one in each round. v: the first, from src. One round has code of its own, which does not
    wait for the parameters of the others: 64 tokens take 0.94 of the time (H200). */
 template <kvprim_dtype from>
-KVPRIM_DEVICE void kvpc_store_rounds(const kvpc_convert_tiles &p, const kvpc_route &s, uint32_t scale_head, uint4 *v,
-                                     float outer, uint32_t lanes, uint64_t src, uint64_t dst, uint64_t scale_at,
-                                     bool inside, bool begins)
+KVPRIM_DEVICE void kvpc_store_rounds(const kvpc_convert_tiles &p, uint32_t route, uint4 *v, float outer, uint32_t lanes,
+                                     uint64_t src, uint64_t dst, uint64_t scale_at, bool inside, bool begins)
 {
+    const kvpc_route &s = p.route[route];
     const uint32_t how = p.how, rounds = how >> kvpc_rounds_shift;
     const bool estimates =
         kvpc_scales_of(how) == KVPRIM_F8E4M3 && !(how & kvpc_power_of_two) && !kvpc_is_unusual(outer);
@@ -2332,6 +2304,7 @@ KVPRIM_DEVICE void kvpc_store_rounds(const kvpc_convert_tiles &p, const kvpc_rou
         return;
     }
     const uint64_t dst_step = kvpc_row_at(p.round_dst, p.round_heads, s.head);
+    const uint32_t scale_head = how & kvpc_has_heads ? p.scale_head[route] : 0;
     const uint64_t scale_step = kvpc_row_at(kvpc_row_at(0, p.round_tiles, s.tile), p.round_heads, scale_head);
     KVPRIM_ROLLED
     for (uint32_t left = rounds;; left--) {
@@ -2387,7 +2360,7 @@ template <int kind, uint32_t loads> KVPRIM_DEVICE kvpc_tile_thread kvpc_find_til
    that copy take a word each. No thread leaves before the shuffles, where all of a warp meet. */
 template <kvprim_dtype from, int kind, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
-    kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT typename kvpc_convert_params<kind>::tiles KVPRIM_IN_PLACE p)
+    kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
 {
     const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8;
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
@@ -2433,7 +2406,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t page = kvpc_divide(x.row, p.page);
     dst = kvpc_row_at(kvpc_row_at(dst, x.row, s.dst_stride), page, s.page);
     scale_at = kvpc_row_at(kvpc_row_at(scale_at, x.row, s.scale_row), page, s.scale_page);
-    scale_at = kvpc_order_scale(p, second, scale_at, first, x.row);
+    if (kind == kvpc_4_bits)
+        scale_at = kvpc_order_scale(p, second, scale_at, first, x.row);
     uint32_t most = 0;
     if (kind != kvpc_4_bits) { /* of those, the threads that copy have warps of their own */
         most = kvpc_most_of_tile<from, false>(kvpc_most_in<from, loads, false>(v), lanes);
@@ -2447,8 +2421,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (!few && x.inside)
         kvpc_fetch_tile_edges(p, lane, dst, scale_at);
     if (kind == kvpc_4_bits)
-        kvpc_store_rounds<from>(p, s, kvpc_scale_head_of(p, second), v, outer, lanes, src, dst, scale_at, x.inside,
-                                in_tile == 0);
+        kvpc_store_rounds<from>(p, second, v, outer, lanes, src, dst, scale_at, x.inside, in_tile == 0);
     else
         kvpc_store_tile<from, kind, loads>(p, s, flags, v, most, dst, apart, has, scale_at, x.inside, in_tile == 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
@@ -3427,7 +3400,6 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
 
 typedef void (*kvpc_plain_convert)(const kvpc_convert KVPRIM_IN_PLACE);
 typedef void (*kvpc_tiles_convert)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
-typedef void (*kvpc_packed_convert)(const kvpc_convert_packed KVPRIM_IN_PLACE);
 
 /* A kernel for each of these types, by the other side's. */
 #define KVPRIM_CONVERT_KERNEL(type, kernel, ...)                                                                       \
@@ -3559,7 +3531,7 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_convert *p)
 
 /* Where the scales of a route lie if they have heads. Those that are swizzled take every fourth byte, and those of the
    next row the bytes after them. */
-static void kvpc_set_scale_heads(kvpc_convert_packed *p, size_t route, const kvprim_format &f)
+static void kvpc_set_scale_heads(kvpc_convert *p, size_t route, const kvprim_format &f)
 {
     const uint32_t tiles = (uint32_t)f.scale_stride, step = f.scale_order ? 4 : 1; /* tiles of a head */
     p->how |= kvpc_has_heads;
@@ -3651,7 +3623,7 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
 }
 
 /* What scales are computed by. */
-static void kvpc_set_tile_format(kvpc_convert_packed *p, const kvprim_format &f)
+static void kvpc_set_tile_format(kvpc_convert_tiles *p, const kvprim_format &f)
 {
     const bool packed = f.dtype == KVPRIM_F4E2M1, tensor = p->route[0].tensor || p->route[1].tensor;
     if (f.scale_power_of_two || p->how & kvpc_e8m0) { /* multiplying by its reciprocal is the same */
@@ -3668,7 +3640,7 @@ static void kvpc_set_tile_format(kvpc_convert_packed *p, const kvprim_format &f)
    More rounds share what finding a row takes, while there are enough threads: of 65,536 rows of 1,024 elements 2, 4
    and 8 took 0.87, 0.81 and 0.78 of the time with 380 instructions a tile, now 265. Beside V, whose threads end early,
    2 are best: 1 and 4 took 1.15 and 1.07 of their time (H200). */
-static uint32_t kvpc_set_rounds(kvpc_convert_packed *p, uint32_t heads, uint32_t tables, uint32_t most)
+static uint32_t kvpc_set_rounds(kvpc_convert_tiles *p, uint32_t heads, uint32_t tables, uint32_t most)
 {
     const uint64_t enough = 1024 * (uint64_t)kvpc_multiprocessors(); /* threads */
     const uint32_t tiles = p->octets / p->tile_octets, head_tiles = heads > 1 ? tiles / heads : 0;
@@ -3709,7 +3681,7 @@ static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t table
 
 /* Stores that compute scales; v may be NULL. tables: 2 if V has tiles, too. */
 static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k, const kvprim_move *v,
-                                    kvpc_convert_packed *p)
+                                    kvpc_convert_tiles *p)
 {
     const kvprim_format &f = k->dst.format;
     const kvprim_dtype from = k->src.format.dtype;
@@ -3728,21 +3700,19 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     const uint32_t heads = (uint32_t)(f.scale_heads > 1 ? f.scale_heads : k->dst.table.heads);
     const uint32_t lanes = kvpc_set_rounds(p, heads, tables, !packed ? 1 : copies ? 2 : 8);
     const uint32_t threads = kvpc_shape_tiles(p, lanes, tables, block, loads == 1);
+    kvpc_tiles_convert kernel = int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_int8, 2)
+                                : loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 1)
+                                : loads == 2 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 2)
+                                             : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 8);
 #ifndef KVPRIM_NO_FOUR_BIT
     if (packed)
-        return kvpc_start_convert<kvpc_convert_packed>(
-            call, KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_4_bits, 2), tables, threads, bytes, p);
+        kernel = KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_4_bits, 2);
 #endif
-    const kvpc_tiles_convert kernel =
-        int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_int8, 2)
-        : loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 1)
-        : loads == 2 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 2)
-                     : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 8);
-    return kvpc_start_convert(call, kernel, tables, threads, bytes, static_cast<kvpc_convert_tiles *>(p));
+    return kvpc_start_convert(call, kernel, tables, threads, bytes, p);
 }
 
 /* Gathers, and stores whose scales are given. Many rows stored alone are two halves, INT8 otherwise K and nothing. */
-static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert_packed *p)
+static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
     const bool packed = m->zero && m->src.format.dtype == KVPRIM_F4E2M1;
     const bool int8 = (m->zero ? m->src : m->dst).format.dtype == KVPRIM_INT8;
@@ -3766,20 +3736,18 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
     }
     const uint32_t parts = kvpc_shape_rows(p, 16 * (p->octets + p->v_words), loads, routes);
     const uint32_t threads = p->block_rows * p->row_threads;
+    kvpc_plain_convert kernel = m->zero ? int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_int8, 2)
+                                          : loads == 1
+                                              ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_8_bits, 1)
+                                              : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_8_bits, 2)
+                                : int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_int8, 2)
+                                : routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_8_bits, 1)
+                                              : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_8_bits, 2);
 #ifndef KVPRIM_NO_FOUR_BIT
-    if (packed) {
-        const kvpc_packed_convert gather = KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_4_bits, 2);
-        return kvpc_start_convert(call, gather, parts, threads, bytes, p);
-    }
+    if (packed)
+        kernel = KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_4_bits, 2);
 #endif
-    const kvpc_plain_convert kernel =
-        m->zero       ? int8         ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_int8, 2)
-                        : loads == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_8_bits, 1)
-                                     : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_gather_kernel, kvpc_8_bits, 2)
-              : int8 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_int8, 2)
-        : routes == 1 ? KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_8_bits, 1)
-                      : KVPRIM_CONVERT_KERNEL(other, kvpc_convert_store_kernel, kvpc_8_bits, 2);
-    return kvpc_start_convert(call, kernel, parts, threads, bytes, static_cast<kvpc_convert *>(p));
+    return kvpc_start_convert(call, kernel, parts, threads, bytes, p);
 }
 
 /* Runs K, or K and V, if the kernels of plain rows can convert them; returns whether. */
@@ -3788,7 +3756,7 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     if (call->launch.max_sms != 0 || n > 2 || !kvpc_is_plain_conversion(&moves[0]) ||
         (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1]) && !kvpc_is_gathered_beside(&moves[0], &moves[1])))
         return false;
-    kvpc_convert_packed p = {};
+    kvpc_convert_tiles p = {};
     for (size_t k = 0; k < n; k++) {
         const kvprim_side &indexed = moves[k].zero ? moves[k].src : moves[k].dst;
         p.src[k] = (uintptr_t)kvprim_side_layer(&moves[k].src, 0);

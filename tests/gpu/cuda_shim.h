@@ -136,11 +136,6 @@ static inline bool kvprim_emulate_meets(const kvpc_convert_tiles &)
 {
     return true;
 }
-struct kvpc_convert_packed;
-static inline bool kvprim_emulate_meets(const kvpc_convert_packed &)
-{
-    return true;
-}
 struct kvpc_conversion;
 static inline bool kvprim_emulate_meets(const kvpc_conversion &)
 {
@@ -154,7 +149,7 @@ static inline unsigned kvprim_emulate_together(const kvpc_conversion &)
 {
     return 1;
 }
-static inline unsigned kvprim_emulate_together(const kvpc_convert_packed &)
+static inline unsigned kvprim_emulate_together(const kvpc_convert_tiles &)
 {
     return 32; /* those that copy V end before */
 }

@@ -78,11 +78,6 @@ static void kvprim_emulate_note(const kvpc_convert_tiles &)
     letters += 'T';
 }
 
-static void kvprim_emulate_note(const kvpc_convert_packed &)
-{
-    letters += 'T';
-}
-
 static void kvprim_emulate_note(const kvpc_conversion &)
 {
     letters += 'G';
