@@ -939,6 +939,41 @@ static void convert_scale_heads(arena *a)
     }
 }
 
+/* Tiles whose scales lie at the boundary between two codes of E4M3, or less than a unit of its last place beside it: an
+   estimate cannot tell. */
+static void convert_packed_boundaries(arena *a)
+{
+    static const uint32_t outers[] = {0x3f800000, 0x3f800001, 0x3f7fffff}; /* 1 and its neighbours */
+    const int64_t codes = 126, elements = 16 * codes;
+    for (unsigned n = 0; n < 6; n++) {
+        convert_call call = {};
+        kvprim_format *const f = &call.dst.full;
+        empty(a);
+        place_plain(a, &call.src, n % 2 ? KVPRIM_F16 : KVPRIM_BF16, {0, 0}, 1, elements, 1);
+        memset(call.src.table.data, 0, size_t(2 * elements));
+        for (int64_t code = 0; code < codes; code++) {
+            const auto value = [](int64_t x) { return x < 8 ? float(x) / 512 : float((8 + x % 8) << x / 8) / 1024; };
+            const uint32_t largest = bits_of_float(6 * (value(code) + value(code + 1)) / 2);
+            const uint16_t x = uint16_t(n % 2 ? (largest - 0x38000000) >> 13 : largest >> 16);
+            memcpy(static_cast<char *>(call.src.table.data) + 32 * code, &x, 2);
+        }
+        *f = format_of(KVPRIM_F4E2M1);
+        f->scale = KVPRIM_SCALE_TILE, f->scale_dtype = KVPRIM_F8E4M3, f->tile = 16, f->scale_inverse = 1;
+        f->scales = reserve(a, size_t(codes), 0);
+        f->scale_tile_stride = 1, f->scale_stride = codes;
+        float *const outer = reserve<float>(a, 4, 0);
+        memcpy(outer, &outers[n / 2], 4);
+        f->tensor_scale = outer;
+        call.dst.table = table_of(reserve(a, size_t(elements / 2), 0), 1, elements / 2);
+        call.dst.row_bytes = elements / 2;
+        give_formats(&call);
+        const int32_t *const slot = place_identity(a, 1);
+        const kvprim_store_desc d =
+            store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, 1, nullptr);
+        CHECK(try_convert(a, &d, &call, "boundaries of scales") == RAN);
+    }
+}
+
 /* Heads that begin inside 16 bytes, in rows that do not. */
 static void convert_heads_apart(arena *a)
 {

@@ -118,6 +118,7 @@ static void convert_several(arena *a)
     convert_presets(a);
     convert_packed(a);
     convert_scale_heads(a);
+    convert_packed_boundaries(a);
     convert_heads_apart(a);
     convert_edges(a);
     convert_empty(a);
