@@ -628,7 +628,8 @@ typedef struct kvprim_copy_desc {
 
 enum { KVPRIM_MAX_COPIES = 1 << 18 }; /* more is KVPRIM_ERROR_SIZE */
 
-/* Sources may overlap each other, destinations must not: as in unpack, with KVPRIM_DEBUG too.
+/* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
+   call fails with KVPRIM_ERROR_OVERLAP).
    Aliasing: no destination may share a byte with any source or with the array of items (checked, with 36 KB of stack).
    Two passes over the items do if all destinations lie before or after all sources. Pages, whose addresses and sizes
    are multiples of one power of two, take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise starts are

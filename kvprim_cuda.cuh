@@ -404,7 +404,7 @@ enum {
 
 #ifndef KVPRIM_CUDA_EMULATE               /* see tests/gpu/cuda_shim.h */
 #define KVPRIM_UNROLL _Pragma("unroll")   /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
-#define KVPRIM_ROLLED _Pragma("unroll 1") /* before a loop whose copies would only take time to fetch: kvprim_slots */
+#define KVPRIM_ROLLED _Pragma("unroll 1") /* before a loop whose copies would only take time to fetch */
 #define KVPRIM_IN_PLACE                   /* a kernel's parameters; the emulation passes a reference */
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
@@ -1428,7 +1428,8 @@ KVPRIM_DEVICE float kvpc_fma(float a, float b, float c)
 }
 #endif
 
-/* 1 for scales that are not from 2^-64 to 2^84: kvpc_apply_reciprocal cannot take them. */
+/* 1 for scales that are not from 2^-64 to 2^84: those that rely on it are kvpc_apply_reciprocal, kvpc_usual_reciprocal
+   and the estimate of kvpc_compute_packed_scale. */
 KVPRIM_DEVICE uint32_t kvpc_is_unusual(float scale)
 {
     return kvpi_bits_of(scale) - 0x1f800000 >= 0x69800000 - 0x1f800000;
@@ -1817,7 +1818,7 @@ template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_most_of(uint32_t most)
    fp16 or bf16. An octet is 8 elements: a word of 16 bytes there, 8 bytes on the quantised side, or 4 of F4E2M1. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* K, V, or a half of the octets of K's rows: 64 bytes, a line of the constant cache (see kvpc_convert). */
+/* K, V, or a half of the octets of K's rows: a line of the constant cache (see kvpc_convert). */
 typedef struct kvpc_route {
     uint64_t dst;
     uint64_t scales; /* of the first octet's tile; 0: there are none, all are 1 */
@@ -1826,10 +1827,10 @@ typedef struct kvpc_route {
     uint32_t page, head;            /* see kvpc_steps */
     uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
     uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
-    uint32_t how;                   /* of few tiles: kvpc_convert's */
-    union {                         /* the second one of each is of stores that compute scales */
-        uint32_t octet;             /* the number of the first octet in the row */
-        float least;                /* the smallest scale */
+    uint32_t how;                   /* of few tiles: kvpc_convert's, but for dependences, edges and rounds */
+    union {             /* the second one of each from kvpc_set_tile_format on: stores that compute scales */
+        uint32_t octet; /* the number of the first octet in the row */
+        float least;    /* the smallest scale */
     };
     union {
         uint32_t octets;
@@ -1854,7 +1855,7 @@ enum {
     kvpc_has_heads = 256,   /* scales have heads: see kvpc_order_scale */
     kvpc_has_edges = 512,   /* see kvpc_convert_tiles */
     kvpc_scales_shift = 10, /* these 6 bits: the type of the scales, beside F4E2M1 */
-    kvpc_rounds_shift = 16  /* of 4 bits, from this bit on: tiles of a row that a thread takes part in */
+    kvpc_rounds_shift = 16  /* from this bit on: tiles of a row that a thread takes part in; of 4 bits more than 1 */
 };
 
 KVPRIM_DEVICE kvprim_dtype kvpc_scales_of(uint32_t how)
@@ -1889,6 +1890,7 @@ typedef struct kvpc_convert {
     kvpc_divisor32 scale_heads;
     uint32_t scale_head[2], scale_rows[2];
 } kvpc_convert;
+static_assert(sizeof(kvpc_route) == 64 && offsetof(kvpc_convert, route) % 64 == 48, "a route is one line");
 
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, 1 << lanes_shift (up to 32) for each
    tile, and, where V's words are only copied, as many more as these. Other blocks move V if it has tiles, too.
@@ -2047,7 +2049,8 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
             kvpc_store_octet(how, dst[m], uint2{out[m][0], out[m][1]});
 }
 
-/* Two octets of E2M1 with one scale, in any way. A function for the same reason as kvpc_divide_by_any_seldom. */
+/* Two octets of E2M1 with one scale, in any way. A function for the same reason as kvpc_divide_by_any_seldom: formats
+   without scale_inverse, except of powers of two alone, call it for each tile. */
 template <kvprim_dtype from>
 KVPRIM_DEVICE_SELDOM uint2 kvpc_pack_seldom(uint32_t how, uint4 a, uint4 b, float scale, uint32_t *nans_at)
 {
@@ -2288,7 +2291,7 @@ KVPRIM_DEVICE void kvpc_store_packed(const kvpc_convert &p, const kvpc_route &s,
         kvpc_store_any_scale(scale_at, scale.code, kvpc_scales_of(how));
 }
 
-/* Stores the tiles of a thread, one in each round. v: the first, from src. One round has code of its own, which does not
+/* Stores the tiles of a thread, one in each round. v: the first, from src, which has 4 bytes for each of dst. One round has code of its own, which does not
    wait for the parameters of the others: 64 tokens take 0.94 of the time (H200). */
 template <kvprim_dtype from>
 KVPRIM_DEVICE void kvpc_store_rounds(const kvpc_convert_tiles &p, uint32_t route, uint4 *v, float outer, uint32_t lanes,
@@ -3626,7 +3629,7 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
 static void kvpc_set_tile_format(kvpc_convert_tiles *p, const kvprim_format &f)
 {
     const bool packed = f.dtype == KVPRIM_F4E2M1, tensor = p->route[0].tensor || p->route[1].tensor;
-    if (f.scale_power_of_two || p->how & kvpc_e8m0) { /* multiplying by its reciprocal is the same */
+    if (f.scale_power_of_two || p->how & kvpc_e8m0) { /* a reciprocal gives the same; so does that of a largest scale */
         p->how |= kvpc_power_of_two | (packed ? 0 : kvpc_divides);
         p->how &= packed && !tensor ? ~(uint32_t)kvpc_divides : UINT32_MAX;
     }
@@ -3762,7 +3765,7 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
         p.src[k] = (uintptr_t)kvprim_side_layer(&moves[k].src, 0);
         p.src_stride[k] = (uint32_t)moves[k].src.table.stride;
         p.route[k] = kvpc_route_of(&moves[k], &p);
-        if (indexed.format.scale_heads)
+        if (indexed.format.dtype && indexed.format.scale_heads) /* which is not set beside bytes */
             kvpc_set_scale_heads(&p, k, indexed.format);
     }
     kvpc_set_convert(&p, &moves[0]);

@@ -1573,8 +1573,9 @@ template <class T, int max_ranks> struct kvpn_pipeline {
 
    Ways of all_gather, all_gatherv, all_to_all and all_to_allv: a part from each rank to each other one, of any size and
    place. Gathers send the same part to all.
-   Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Parts without bytes take
-   slots, too: see >>impl_protocol. */
+   Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Every rank uses the same
+   blocks, as many as the largest of all parts takes, and in each of them thread 0 sends every other rank a slot, and
+   waits for one, even where the part has no bytes: see >>impl_protocol. */
 enum { kvpn_group = 4, kvpn_large_group = 6 }; /* packs; see kvpn_parts_groups */
 #ifndef KVPRIM_NO_EXCHANGE
 typedef struct kvpn_part {
@@ -1797,7 +1798,9 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
         p.turn[me.block] = me.turn ^ 1;
 }
 
-/* Each block exchanges its packs with the blocks of the same number on the other ranks. */
+/* Each block exchanges its packs with the blocks of the same number on the other ranks: see the way's begin and
+   complete. A thread whose rank stopped meanwhile says so to the host and to the other ranks. Thread 0 sets the block's
+   turn for the next call. */
 template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Params &p)
 {
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};

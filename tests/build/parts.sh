@@ -44,7 +44,7 @@ strict='-Xcompiler -Wall,-Wextra,-Werror' # for nvcc
 quickly='-Xcicc -O0 -Xptxas -O0'          # the same
 only_ptx='-arch=compute_90 -Xcicc -O0'    # the same, without ptxas
 lto_90='-rdc=true -gencode arch=compute_90,code=lto_90' # kernels are only read: no PTX
-parsed='-fdevice-syntax-only' # the same, for no other kernels than the headers': their calls of the host go unseen
+parsed='-fdevice-syntax-only' # the same, for no other kernels than the headers': that they call no host is not seen
 no_kernels='-DKVPRIM_NO_CONVERT -DKVPRIM_NO_KERNELS' # of those that take long to compile
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
 # Undefined behaviour traps, which takes a seventh less to compile and to run than a report of its own. ASAN_OPTIONS let
@@ -147,9 +147,10 @@ once()
     mv "$output.$part" "$output" && printf '%s\n' "$made" >"$output.made"
 }
 
-# said NAME: keeps what the last program printed, for documents.
+# said NAME: keeps what the last program printed, for documents, if it ran whole and passed.
 said()
 {
+    [ -z "$quick" ] && [ "$failed" -eq 0 ] || return 0
     cp "$build/log" "build/said_$1.$part" && mv "build/said_$1.$part" "build/said_$1" && sources >"build/said_$1.made"
 }
 

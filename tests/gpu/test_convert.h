@@ -510,7 +510,10 @@ static outcome try_convert(arena *a, const Desc *desc, const convert_call *call,
     return run_both(
         a, want, want_text, runs, [&] { return functions<Desc>::host(desc); },
         [&] {
-            kvprim_move moves[2] = {}; /* no V */
+            kvprim_move moves[2]; /* what their formats leave unset may be anything */
+            memset(static_cast<void *>(moves), 0xa5, sizeof moves);
+            if (!call->v_dst.row_bytes)
+                moves[1] = kvprim_move{};
             const kvprim_status got = !as_moves ? functions<Desc>::gpu(&on.d, a->launch)
                                       : functions<Desc>::moves(&on.d, moves) == KVPRIM_OK
                                           ? kvprim_cuda_move(moves, 2, a->launch)
@@ -577,7 +580,7 @@ static void run_convert(arena *a, const convert_case *c)
     if (c->form == CONVERT_GATHER)
         result = try_convert(a, &call.gather, &call, what);
     else if (c->form == CONVERT_STORE)
-        result = try_convert(a, &call.store, &call, what);
+        result = try_convert(a, &call.store, &call, what, c->v == V_BYTES && c->n % 3 == 0);
     else {
         if (c->n / 4 % 2)
             turn_layers(&call.transfer, layers[0], layers[1]);
@@ -919,7 +922,8 @@ static void convert_scale_heads(arena *a)
                                    other = plain ? kind % 4 < 2 ? KVPRIM_BF16 : KVPRIM_F16 : KVPRIM_F32;
                 convert_case c = convert_case_of(n, store ? small : other, store ? other : small, KVPRIM_SCALE_TILE);
                 c.form = !plain && kind % 4 < 2 ? CONVERT_TRANSFER : store ? CONVERT_STORE : CONVERT_GATHER;
-                c.v = plain && kind / 6 % 2 ? V_CONVERTS : NO_V, c.layers = 2, c.indexed = store ? 1 : 2;
+                c.v = plain && kind / 6 % 2 ? n / 2 % 2 ? V_CONVERTS : V_BYTES : NO_V;
+                c.layers = 2, c.indexed = store ? 1 : 2;
                 c.scale_heads = heads, c.swizzled = kind / 12, c.is_e8m0 = n % 5 == 0;
                 c.scales = c.is_e8m0 ? kvprim_dtype(0) : KVPRIM_F8E4M3, c.tile = plain ? 16 : 10;
                 c.elements = c.tile * heads * (n % 3 ? 8 : 4), c.where = n % 2 ? OWN_MEMORY : BEHIND_PAGE;

@@ -1886,8 +1886,23 @@ static void convert_on_gpu(arena *a)
     convert_several(a);
 }
 
+/* Counts numbers of one binade, and of each exponent, whose quick reciprocal is not the rounded one. */
+static __global__ void check_reciprocals(unsigned long long *wrong)
+{
+    const uint32_t fraction = blockIdx.x * blockDim.x + threadIdx.x, exponent = 63 + fraction % 148;
+    for (const uint32_t bits : {127u << 23 | fraction, exponent << 23 | fraction}) {
+        const float a = __uint_as_float(bits);
+        if (!kvpc_is_unusual(a) && __float_as_uint(kvpc_usual_reciprocal(a)) != __float_as_uint(__frcp_rn(a)))
+            atomicAdd(wrong, 1ull);
+    }
+}
+
 static void test_convert()
 {
+    const gpu_array<unsigned long long> wrong(1, 0);
+    check_reciprocals<<<1 << 15, 256>>>(wrong.p);
+    CUDA(cudaGetLastError());
+    CHECK(wrong.first() == 0);
     static const int64_t row_counts[] = {1, 33, 1000, 9000, 100000};
     convert_counts(&memory, row_counts, quick ? 4 : 5);
     convert_choices(&memory);
