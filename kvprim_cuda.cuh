@@ -1827,7 +1827,7 @@ typedef struct kvpc_route {
     uint32_t page, head;            /* see kvpc_steps */
     uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
     uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
-    uint32_t how;                   /* of few tiles: kvpc_convert's, but for dependences, edges and rounds */
+    uint32_t how;                   /* of few tiles: kvpc_convert's, without dependences and edges */
     union {             /* the second one of each from kvpc_set_tile_format on: stores that compute scales */
         uint32_t octet; /* the number of the first octet in the row */
         float least;    /* the smallest scale */
