@@ -34,7 +34,8 @@
                            >>impl_move_lists (device layers, host's indices)   >>impl_move_batches (several moves)
                            >>impl_move_lines (short units over the link)
            conversions     >>impl_convert_elements (in registers)
-           ... plain rows  >>impl_convert_rows   >>impl_convert_kernels   >>impl_convert_plan   >>impl_convert_shape
+           ... plain rows  >>impl_convert_rows   >>impl_convert_kernels   >>impl_convert_tiles (scales are computed)
+                           >>impl_convert_plan   >>impl_convert_shape
            ... other moves >>impl_convert_moves   >>impl_convert_spans   >>impl_convert_move_plan
            fragments       >>impl_unpack_kernels   >>impl_unpack_survey   >>impl_unpack_host   >>impl_unpack_run
            ... that the GPU reads   >>impl_meta_kernel   >>impl_meta_host
@@ -1792,7 +1793,8 @@ template <kvprim_dtype type, uint32_t n, bool nans> KVPRIM_DEVICE uint32_t kvpc_
     uint32_t most = 0;
     for (uint32_t k = 0; k < n; k++) {
         const uint32_t x = kvpc_most<type, nans>(v[k].x, v[k].y), z = kvpc_most<type, nans>(v[k].z, v[k].w);
-        most = k ? kvpc_most<type, nans>(most, kvpc_most<type, nans>(x, z)) : kvpc_most<type, nans>(x, z);
+        const uint32_t of_octet = kvpc_most<type, nans>(x, z);
+        most = k ? kvpc_most<type, nans>(most, of_octet) : of_octet;
     }
     return most;
 }
@@ -2229,6 +2231,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
+
+/* >>impl_convert_tiles --------------------------------------------------------------------------------------------- */
 
 /* The largest magnitudes of the `lanes` threads of a tile, a power of two. */
 template <kvprim_dtype from, bool few> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
