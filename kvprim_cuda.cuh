@@ -1540,13 +1540,6 @@ KVPRIM_DEVICE kvpc_octet kvpc_divide_by_any(kvpc_octet x, float scale)
     return x;
 }
 
-/* The same as a function, so that its code is not fetched with what surrounds the call: few rows would take 1.05 times
-   as long (H100). Many would suffer from the registers that a call needs. */
-KVPRIM_DEVICE_SELDOM kvpc_octet kvpc_divide_by_any_seldom(kvpc_octet x, float scale)
-{
-    return kvpc_divide_by_any(x, scale);
-}
-
 /* Scales n numbers. */
 template <uint32_t n> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
 {
@@ -1842,7 +1835,6 @@ typedef struct kvpc_route {
     uint32_t page, head;            /* see kvpc_steps */
     uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
     uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
-    uint32_t how;                   /* of few tiles: kvpc_convert's, without dependences and edges */
     union {             /* the second one of each from kvpc_set_tile_format on: stores that compute scales */
         uint32_t octet; /* the number of the first octet in the row */
         float least;    /* the smallest scale */
@@ -1939,7 +1931,7 @@ KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_convert &p, const kvpc_route &s, 
     return kvpc_row_at(at, kvpc_divide(octet + s.octet, p.head), s.head);
 }
 
-/* The scale of a tile of E2M1. A function for the same reason as kvpc_divide_by_any_seldom. */
+/* The scale of a tile of E2M1. A function, so that its code is not fetched with what surrounds the call. */
 KVPRIM_DEVICE_SELDOM kvpc_any_scale kvpc_compute_scale_seldom(float largest, float least, bool power_of_two,
                                                               kvprim_dtype type, float outer)
 {
@@ -1984,23 +1976,39 @@ KVPRIM_DEVICE float kvpc_load_scale(uint64_t address, bool e8m0)
     return e8m0 ? kvpi_of_e8m0(kvpc_load_u8(address)) : kvpc_load_f32(address);
 }
 
-KVPRIM_DEVICE void kvpc_store_scale(uint64_t address, float scale, bool e8m0)
+/* Stores a scale, or nothing. */
+KVPRIM_DEVICE void kvpc_store_scale(bool stores, uint64_t address, float scale, bool e8m0)
 {
-    if (e8m0)
-        *(uint8_t *)kvpc_global(address) = (uint8_t)kvpi_to_e8m0(scale);
-    else
-        *(float *)kvpc_global(address) = scale;
+    const uint32_t code = e8m0 ? kvpi_to_e8m0(scale) : kvpi_bits_of(scale), bytes = !stores ? 0 : e8m0 ? 1 : 4;
+#ifdef __CUDA_ARCH__ /* without branches, which few rows would wait for */
+    asm volatile("{.reg .pred byte, word; setp.eq.u32 byte, %2, 1; setp.eq.u32 word, %2, 4; "
+                 "@byte st.global.u8 [%0], %1; @word st.global.u32 [%0], %1;}" ::"l"(address),
+                 "r"(code), "r"(bytes)
+                 : "memory");
+#else
+    if (bytes)
+        kvpc_store_any_scale(address, code, e8m0 ? KVPRIM_F8E8M0 : KVPRIM_F32);
+#endif
 }
 
-/* The 8 bytes of an octet: one word, or two of 4 bytes. */
-KVPRIM_DEVICE void kvpc_store_octet(uint32_t how, uint64_t address, uint2 v)
+/* Stores the 8 bytes of an octet, one word or two of 4 bytes, or nothing. */
+KVPRIM_DEVICE void kvpc_store_octet(bool stores, uint32_t how, uint64_t address, uint2 v)
 {
-    if (KVPRIM_UNLIKELY((how & kvpc_by_fours) != 0)) {
+    const uint32_t fours = how & kvpc_by_fours;
+#ifdef __CUDA_ARCH__ /* without branches, which few rows would wait for */
+    asm volatile("{.reg .pred stores, twice, once; setp.ne.u32 stores, %3, 0; setp.ne.and.u32 twice, %4, 0, stores; "
+                 "setp.eq.and.u32 once, %4, 0, stores; @once st.global.v2.u32 [%0], {%1, %2}; "
+                 "@twice st.global.u32 [%0], %1; @twice st.global.u32 [%0+4], %2;}" ::"l"(address),
+                 "r"(v.x), "r"(v.y), "r"((uint32_t)stores), "r"(fours)
+                 : "memory");
+#else
+    if (stores && fours) {
         ((uint32_t *)kvpc_global(address))[0] = v.x;
         ((uint32_t *)kvpc_global(address))[1] = v.y;
-    } else {
+    } else if (stores) {
         kvpc_store8(address, v);
     }
+#endif
 }
 
 /* Multiplies or divides octets, each by a scale of its own, or all by one, or by its reciprocal: all steps of one octet
@@ -2021,9 +2029,7 @@ KVPRIM_DEVICE void kvpc_scale_octets(uint32_t how, kvpc_octet *x, const float *s
             if (multiplies)
                 kvpc_apply<8>(x[m].e, kvpc_times(scale[m]));
             else
-                x[m] = own_scale     ? kvpc_divide_by_any(x[m], scale[m])
-                       : octets == 1 ? kvpc_divide_by_any_seldom(x[m], scale[0])
-                                     : kvpc_divide_by_any(x[m], scale[0]);
+                x[m] = kvpc_divide_by_any(x[m], scale[own_scale ? m : 0]);
     else
         for (uint32_t m = 0; m < octets; m++)
             kvpc_apply_reciprocal<8>(x[m].e, kvpc_over(scale[own_scale ? m : 0]));
@@ -2052,24 +2058,17 @@ KVPRIM_DEVICE void kvpc_store_octets(uint32_t how, uint32_t *nans_at, const uint
     if (kind == kvpc_int8)
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_INT8, 8>(out[m], x[m].e);
-    else if (octets == 1 && !own_scale) { /* few tiles: both, and a selection, which is faster than a branch */
-        uint32_t e5m2[2];
-        kvpc_encode<KVPRIM_F8E4M3, 8>(out[0], x[0].e);
-        kvpc_encode<KVPRIM_F8E5M2, 8>(e5m2, x[0].e);
-        for (uint32_t w = 0; w < 2; w++)
-            out[0][w] = how & kvpc_e5m2 ? e5m2[w] : out[0][w];
-    } else if (KVPRIM_UNLIKELY((how & kvpc_e5m2) != 0))
+    else if (KVPRIM_UNLIKELY((how & kvpc_e5m2) != 0))
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_F8E5M2, 8>(out[m], x[m].e);
     else
         for (uint32_t m = 0; m < octets; m++)
             kvpc_encode<KVPRIM_F8E4M3, 8>(out[m], x[m].e);
     for (uint32_t m = 0; m < octets; m++)
-        if (stores[m])
-            kvpc_store_octet(how, dst[m], uint2{out[m][0], out[m][1]});
+        kvpc_store_octet(stores[m], how, dst[m], uint2{out[m][0], out[m][1]});
 }
 
-/* Two octets of E2M1 with one scale, in any way. A function for the same reason as kvpc_divide_by_any_seldom: formats
+/* Two octets of E2M1 with one scale, in any way. A function for the same reason as kvpc_compute_scale_seldom: formats
    without scale_inverse, except of powers of two alone, call it for each tile, and take 1.2 times as long (H200). */
 template <kvprim_dtype from>
 KVPRIM_DEVICE_SELDOM uint2 kvpc_pack_seldom(uint32_t how, uint4 a, uint4 b, float scale, uint32_t *nans_at)
@@ -2259,30 +2258,32 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 
 /* >>impl_convert_tiles --------------------------------------------------------------------------------------------- */
 
-/* The largest magnitudes of the `lanes` threads of a tile, a power of two. */
-template <kvprim_dtype from, bool few> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
+/* The largest magnitudes of the `lanes` threads of a tile, a power of two: one or two as a rule, or mostly 8 or 16,
+   where a loop takes longer than a shuffle for nothing. */
+template <kvprim_dtype from, bool one_or_two> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
 {
-    if (few) {
+    if (one_or_two) {
         for (; lanes > 1; lanes /= 2)
             most = kvpc_most<from>(most, kvpc_shuffle_xor(most, lanes / 2));
         return most;
     }
-    if (lanes == 32) {
+    if (lanes > 16)
         most = kvpc_most<from>(most, kvpc_shuffle_xor(most, 16));
-        lanes = 16;
-    }
-    for (uint32_t k = 1; k <= 4; k++) /* not a loop of as many as are needed: that takes longer than some for nothing */
-        most = kvpc_most<from>(most, kvpc_shuffle_xor(most, lanes >> k));
+    if (lanes > 8)
+        most = kvpc_most<from>(most, kvpc_shuffle_xor(most, 8));
+    for (uint32_t k = 4; k > 0; k /= 2)
+        most = kvpc_most<from>(most, kvpc_shuffle_xor(most, k & (lanes - 1)));
     return most;
 }
 
 /* Scales a thread's octets of a tile by what its largest magnitudes, `most`, say, and stores them `apart` octets from
-   each other. The thread that `begins` the tile stores the scale: of few tiles before the octets, which is sooner. */
+   each other. The thread that `begins` the tile stores the scale. */
 template <kvprim_dtype from, int kind, uint32_t loads>
-KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const kvpc_route &s, uint32_t how, const uint4 *v,
-                                   uint32_t most, uint64_t dst, uint32_t apart, const bool *has, uint64_t scale_at,
-                                   bool inside, bool begins)
+KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const kvpc_route &s, const uint4 *v, uint32_t most,
+                                   uint64_t dst, uint32_t apart, const bool *has, uint64_t scale_at, bool inside,
+                                   bool begins)
 {
+    const uint32_t how = p.how;
     const float scale =
         kvpc_tile_scale(kvpc_most_of<from>(most), s.largest, s.inverse, s.least, (how & kvpc_power_of_two) != 0);
     uint64_t to[loads];
@@ -2291,11 +2292,9 @@ KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const kvpc_route &s, u
         to[k] = dst + 8 * k * apart;
         stores[k] = has[k] && inside;
     }
-    if (loads == 1 && inside && begins)
-        kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
     kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
-    if (loads > 1 && inside && begins)
-        kvpc_store_scale(scale_at, scale, (how & kvpc_e8m0) != 0);
+    if (inside && begins) /* without this branch, many rows take 1.03 of the time with PDL (H200) */
+        kvpc_store_scale(true, scale_at, scale, (how & kvpc_e8m0) != 0);
 }
 
 /* Stores a tile of 4 bits, of which this thread has two octets. */
@@ -2315,7 +2314,7 @@ KVPRIM_DEVICE void kvpc_store_packed(const kvpc_convert &p, const kvpc_route &s,
                           ? kvpc_pack_seldom<from>(how, v[0], v[1], scale.divisor, inside ? p.nans : NULL)
                           : kvpc_pack_octets<from>(v, scale.divisor);
     if (inside)
-        kvpc_store_octet(how, dst, out);
+        kvpc_store_octet(true, how, dst, out);
     if (inside && begins)
         kvpc_store_any_scale(scale_at, scale.code, kvpc_scales_of(how));
 }
@@ -2364,8 +2363,8 @@ KVPRIM_DEVICE void kvpc_fetch_tile_edges(const kvpc_convert_tiles &p, uint32_t l
         kvpc_fetch_edges(scales, p.scale_edges);
 }
 
-/* What a thread of the kernel below moves. first: its first octet or, if it copies, word. Threads past the last row or
-   lane (!any) read what others do. */
+/* What a thread of the kernel below moves. first: its first octet or, if it copies, word. Threads past the last row
+   (!any) read what others do. */
 typedef struct kvpc_tile_thread {
     uint32_t row, lane, tile, lanes, in_tile, first;
     bool any, copies;
@@ -2373,18 +2372,15 @@ typedef struct kvpc_tile_thread {
 
 template <int kind, uint32_t loads> KVPRIM_DEVICE kvpc_tile_thread kvpc_find_tile_thread(const kvpc_convert &p)
 {
-    const bool few = loads == 1, apart = !few && threadIdx.x >= p.k_threads;
-    const uint32_t thread = apart ? threadIdx.x - p.k_threads : threadIdx.x;
-    const uint32_t in_group = thread * (apart ? p.v_magic : p.row_magic) >> 16;
-    const uint32_t lane = thread - in_group * (apart ? p.v_words : p.row_threads);
-    const uint32_t i = (few ? blockIdx.y : blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.block_rows + in_group;
+    const bool copies = threadIdx.x >= p.k_threads;
+    const uint32_t thread = copies ? threadIdx.x - p.k_threads : threadIdx.x;
+    const uint32_t in_group = thread * (copies ? p.v_magic : p.row_magic) >> 16;
+    const uint32_t lane = thread - in_group * (copies ? p.v_words : p.row_threads);
+    const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.block_rows + in_group;
     const uint32_t tile = lane >> p.lanes_shift, lanes = 1u << p.lanes_shift;
     const uint32_t in_tile = lane & (lanes - 1);
-    const bool any = i < p.count && (few ? lane < p.v_words : in_group < p.block_rows);
-    const bool copies = few ? any && lane >= p.k_threads : apart;
-    const uint32_t first = few      ? any ? lane : 0
-                           : copies ? lane
-                                    : tile * p.tile_octets + in_tile * (kind == kvpc_4_bits ? loads : 1);
+    const bool any = i < p.count && in_group < p.block_rows;
+    const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile * (kind == kvpc_4_bits ? loads : 1);
     return kvpc_tile_thread{i, lane, tile, lanes, in_tile, first, any, copies};
 }
 
@@ -2396,8 +2392,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 {
     const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8;
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
-    const bool few = loads == 1, exact = loads < 8; /* a tile is tile_lanes * loads octets */
-    const bool late = few || kind == kvpc_4_bits;   /* the trigger: parameters would wait for `how`, 0.08 us */
+    const bool exact = loads < 8;          /* a tile is tile_lanes * loads octets */
+    const bool late = kind == kvpc_4_bits; /* the trigger: parameters would wait for `how`, 0.08 us */
     if (!late && dependence == kvpc_trigger_first)
         kvpc_pdl_trigger();
     const kvpc_tile_thread t = kvpc_find_tile_thread<kind, loads>(p);
@@ -2406,10 +2402,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t apart = kind == kvpc_4_bits ? 1 : lanes; /* two octets of 4 bits make one store */
     const kvpc_route &s = p.route[second];
     const uint64_t index_at = kvpc_index_at(p, any ? i : 0);
-    const uint64_t src = few ? kvpc_row_at(p.src[0] + 16 * first + second * p.src[1], any ? i : 0,
-                                           p.src_stride[0] + second * p.src_stride[1])
-                             : kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
-                                           second ? p.src_stride[1] : p.src_stride[0]);
+    const uint64_t src = kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
+                                     second ? p.src_stride[1] : p.src_stride[0]);
     kvpc_settle(index_at), kvpc_settle(src);
     if (late && dependence == kvpc_trigger_first)
         kvpc_pdl_trigger();
@@ -2428,7 +2422,6 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     }
     const float outer = kind == kvpc_4_bits ? kvpc_load_tensor(s.tensor) : 1;
     /* All that the index and the words are not needed for, while they are on their way. */
-    const uint32_t flags = few ? s.how : how;
     uint64_t dst =
         copies ? s.dst + 16 * first : kvpc_row_at(s.dst + octet_bytes * first, kvpc_divide(first, p.head), s.head);
     uint64_t scale_at = kvpc_row_at(s.scales, tile, s.tile);
@@ -2450,12 +2443,96 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
             kvpc_store16(dst, v[0]);
         return;
     }
-    if (!few && x.inside)
+    if (x.inside)
         kvpc_fetch_tile_edges(p, lane, dst, scale_at);
     if (kind == kvpc_4_bits)
         kvpc_store_rounds<from>(p, second, v, outer, lanes, src, dst, scale_at, x.inside, in_tile == 0);
     else
-        kvpc_store_tile<from, kind, loads>(p, s, flags, v, most, dst, apart, has, scale_at, x.inside, in_tile == 0);
+        kvpc_store_tile<from, kind, loads>(p, s, v, most, dst, apart, has, scale_at, x.inside, in_tile == 0);
+    if (any && !x.inside && lane == 0 && blockIdx.x == 0)
+        kvpc_count_rejected(p, x);
+}
+
+/* An octet of E4M3 or E5M2, the latter by a selection, which is faster than a branch. */
+KVPRIM_DEVICE uint2 kvpc_encode_octet(uint32_t how, const float *x)
+{
+    uint32_t e4m3[2], e5m2[2];
+    kvpc_encode<KVPRIM_F8E4M3, 8>(e4m3, x);
+    kvpc_encode<KVPRIM_F8E5M2, 8>(e5m2, x);
+    return uint2{how & kvpc_e5m2 ? e5m2[0] : e4m3[0], how & kvpc_e5m2 ? e5m2[1] : e4m3[1]};
+}
+
+/* The same from fp16 or bf16 by any scale. A function for the same reason as kvpc_compute_scale_seldom. */
+template <kvprim_dtype from> KVPRIM_DEVICE_SELDOM uint2 kvpc_scale_octet_seldom(uint32_t how, uint4 v, float scale)
+{
+    const uint32_t in[4] = {v.x, v.y, v.z, v.w};
+    kvpc_octet x;
+    kvpc_decode<from, 8>(x.e, in);
+    kvpc_scale_octets<1, false>(how, &x, &scale);
+    return kvpc_encode_octet(how, x.e);
+}
+
+/* By a scale that is usual. */
+template <kvprim_dtype from> KVPRIM_DEVICE uint2 kvpc_scale_octet(uint32_t how, uint4 v, float scale)
+{
+    const uint32_t in[4] = {v.x, v.y, v.z, v.w};
+    float x[8];
+    kvpc_decode<from, 8>(x, in);
+    if (how & kvpc_divides)
+        kvpc_apply_reciprocal<8>(x, kvpc_over(scale));
+    else
+        kvpc_apply<8>(x, kvpc_times(kvpc_usual_reciprocal(scale)));
+    return kvpc_encode_octet(how, x);
+}
+
+/* Stores few tiles of 8 bits: see kvpc_convert_tiles. Each instruction takes 1 to 2 ns, as it must be fetched, and each
+   line of parameters 40, also after the loads (H200). So there are few of both, and nothing rare but in functions. */
+template <kvprim_dtype from>
+static __global__ void __launch_bounds__(kvpc_most_threads)
+    kvpc_convert_few_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
+{
+    const uint32_t how = p.how, dependence = how & kvpc_dependences;
+    const uint32_t in_block = threadIdx.x * p.row_magic >> 16, lane = threadIdx.x - in_block * p.row_threads;
+    const uint32_t i = blockIdx.y * p.block_rows + in_block;
+    const bool any = i < p.count && lane < p.v_words; /* others load what the first thread does, and meet in shuffles */
+    const bool copies = any && lane >= p.k_threads, second = copies || blockIdx.x;
+    const uint32_t first = any ? lane : 0, row = any ? i : 0;
+    const uint64_t index_at = kvpc_index_at(p, row);
+    const uint64_t src =
+        kvpc_row_at(p.src[0] + 16 * first + second * p.src[1], row, p.src_stride[0] + second * p.src_stride[1]);
+    kvpc_settle(index_at), kvpc_settle(src);
+    if (dependence != kvpc_alone) {
+        if (dependence == kvpc_trigger_first)
+            kvpc_pdl_trigger();
+        kvpc_pdl_wait();
+        if (dependence == kvpc_trigger_late)
+            kvpc_pdl_trigger();
+    }
+    kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
+    const uint4 v = kvpc_load16(src);
+    const kvpc_route &s = p.route[second];
+    const uint32_t lanes = 1u << p.lanes_shift;
+    uint64_t dst = copies ? s.dst + 16 * first : kvpc_row_at(s.dst + 8 * first, kvpc_divide(first, p.head), s.head);
+    uint64_t scale_at = kvpc_row_at(s.scales, lane >> p.lanes_shift, s.tile);
+    kvpc_settle(dst), kvpc_settle(scale_at);
+    kvpc_apply_index_rule(p, &x);
+    const bool stores = x.inside && any;
+    const uint32_t page = kvpc_divide(x.row, p.page);
+    dst = kvpc_row_at(kvpc_row_at(dst, x.row, s.dst_stride), page, s.page);
+    scale_at = kvpc_row_at(kvpc_row_at(scale_at, x.row, s.scale_row), page, s.scale_page);
+    const uint32_t most = kvpc_most_of_tile<from, false>(kvpc_most_in<from, 1, false>(&v), lanes);
+    kvpc_settle(dst), kvpc_settle(scale_at);
+    if (copies) {
+        if (stores)
+            kvpc_store16(dst, v);
+        return;
+    }
+    const float scale =
+        kvpc_tile_scale(kvpc_most_of<from>(most), s.largest, s.inverse, s.least, (how & kvpc_power_of_two) != 0);
+    kvpc_store_scale(stores && (lane & (lanes - 1)) == 0, scale_at, scale, (how & kvpc_e8m0) != 0);
+    const uint2 out = KVPRIM_UNLIKELY(kvpc_is_unusual(scale)) ? kvpc_scale_octet_seldom<from>(how, v, scale)
+                                                              : kvpc_scale_octet<from>(how, v, scale);
+    kvpc_store_octet(stores, how, dst, out);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p, x);
 }
@@ -3655,16 +3732,16 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
 }
 
 /* What scales are computed by. */
-static void kvpc_set_tile_format(kvpc_convert_tiles *p, const kvprim_format &f)
+static void kvpc_set_tile_format(kvpc_convert_tiles *p, const kvprim_format &f, bool few)
 {
     const bool packed = f.dtype == KVPRIM_F4E2M1, tensor = p->route[0].tensor || p->route[1].tensor;
     if (f.scale_power_of_two || p->how & kvpc_e8m0) { /* a reciprocal gives the same; so does that of a largest scale */
         p->how |= kvpc_power_of_two | (packed ? 0 : kvpc_divides);
-        p->how &= packed && !tensor ? ~(uint32_t)kvpc_divides : UINT32_MAX;
+        p->how &= few || (packed && !tensor) ? ~(uint32_t)kvpc_divides : UINT32_MAX;
     }
     for (size_t m = 0; m < 2; m++) {
         kvpc_route *const s = &p->route[m];
-        s->how = p->how, s->least = f.scale_min, s->largest = kvpi_largest(f.dtype), s->inverse = 1.0f / s->largest;
+        s->least = f.scale_min, s->largest = kvpi_largest(f.dtype), s->inverse = 1.0f / s->largest;
     }
 }
 
@@ -3723,7 +3800,7 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     const uint32_t loads = kvpc_octets_each(&f, bytes <= kvpc_few_bytes);
     const uint32_t block = copies && !packed ? kvpc_most_threads : kvpc_threads;
     p->tile_octets = (uint32_t)(f.tile / 8);
-    kvpc_set_tile_format(p, f);
+    kvpc_set_tile_format(p, f, loads == 1);
     while (p->lanes_shift < 5 && loads << p->lanes_shift < p->tile_octets)
         p->lanes_shift++;
     if (bytes > kvpc_few_bytes && !f.scale_heads)
@@ -3732,10 +3809,11 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     const uint32_t heads = (uint32_t)(f.scale_heads > 1 ? f.scale_heads : k->dst.table.heads);
     const uint32_t lanes = kvpc_set_rounds(p, heads, tables, !packed ? 1 : copies ? 2 : 8);
     const uint32_t threads = kvpc_shape_tiles(p, lanes, tables, block, loads == 1);
-    kvpc_tiles_convert kernel = int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_int8, 2)
-                                : loads == 1 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 1)
-                                : loads == 2 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 2)
-                                             : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 8);
+    kvpc_tiles_convert kernel =
+        int8         ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_int8, 2)
+        : loads == 1 ? from == KVPRIM_BF16 ? kvpc_convert_few_kernel<KVPRIM_BF16> : kvpc_convert_few_kernel<KVPRIM_F16>
+        : loads == 2 ? KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 2)
+                     : KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_8_bits, 8);
 #ifndef KVPRIM_NO_FOUR_BIT
     if (packed)
         kernel = KVPRIM_CONVERT_KERNEL(from, kvpc_convert_tiles_kernel, kvpc_4_bits, 2);
@@ -4551,7 +4629,7 @@ KVPRIM_DEVICE kvpc_factor kvpc_compute_scale(const kvpc_change &how, const kvpc_
     }
     const float scale = kvpc_tile_scale(largest, how.largest, how.inverse, how.least, how.power_of_two != 0);
     if (lane == 0)
-        kvpc_store_scale(kvpc_scale_at(how, s, e), scale, how.is_e8m0 != 0);
+        kvpc_store_scale(true, kvpc_scale_at(how, s, e), scale, how.is_e8m0 != 0);
     return kvpc_factor_of(how, scale);
 }
 
