@@ -408,18 +408,21 @@ enum {
 #define KVPRIM_ROLLED _Pragma("unroll 1") /* before a loop whose copies would only take time to fetch */
 #define KVPRIM_IN_PLACE                   /* a kernel's parameters; the emulation passes a reference */
 
-/* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
-KVPRIM_DEVICE void kvpc_pdl_wait(void)
+/* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. Waits for the kernel before, if `waits`. */
+KVPRIM_DEVICE void kvpc_pdl_wait(bool waits = true)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (waits)
+        asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-KVPRIM_DEVICE void kvpc_pdl_trigger(void)
+/* Lets the next kernel start, if `now`. */
+KVPRIM_DEVICE void kvpc_pdl_trigger(bool now = true)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
+    if (now)
+        asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
@@ -804,11 +807,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (fit == kvpc_tails && p.fetch && at == 0)
         kvpc_fetch_edges(dst[0], end);
     kvpc_load_words<loads, exact>(v, x.inside, src, step, at, end); /* with the zero fill */
-    if (p.pdl && loads == 1)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl && loads == 1);
     kvpc_store_words<loads, exact, fit == kvpc_tails>(dst, v, step, at, end);
-    if (p.pdl && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl && loads > 1); /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -824,10 +825,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint32_t i, at;
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (dependent && p.pdl == kvpc_trigger_first)
-        kvpc_pdl_trigger();
-    if (dependent)
-        kvpc_pdl_wait();
+    kvpc_pdl_trigger(dependent && p.pdl == kvpc_trigger_first);
+    kvpc_pdl_wait(dependent);
     const uint32_t step = 16 * p.row_threads;
     uint4 v[tables][loads];
     uint64_t src[loads], dst[tables][loads];
@@ -835,8 +834,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    if (dependent && p.pdl == kvpc_trigger_late) /* after the slot's load it would be compiled to wait for the slot */
-        kvpc_pdl_trigger();
+    /* After the slot's load it would be compiled to wait for the slot. */
+    kvpc_pdl_trigger(dependent && p.pdl == kvpc_trigger_late);
     const kvpc_index x = kvpc_find_row(p, kvpc_index_at(p, i), p.index_is_i64);
     if (early && !x.inside && at == 0)
         kvpc_count_rejected(p, x);
@@ -899,15 +898,13 @@ static __global__ void __launch_bounds__(kvpc_threads)
     const uint32_t i = kvpc_divide(t / lanes, p.by_parts), part = t / lanes - i * p.parts;
     if (i >= p.count)
         return;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     const uint32_t v_side = part >= p.k_parts;
     const kvpc_ends &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
     const kvpc_index x =
         p.index_is_i64 ? kvpc_find_row(p, kvpc_index_at(p, i), true) : kvpc_find_row(p, kvpc_index_at(p, i), false);
-    if (p.pdl)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl);
     if (!x.inside && part == 0 && t % lanes == 0)
         kvpc_count_rejected(p, x);
     const uint64_t src = kvpc_row_at(pair.src, p.gather ? x.row : i, pair.src_stride);
@@ -1234,8 +1231,7 @@ static __global__ void __launch_bounds__(kvpc_threads)
     const uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift);
     if (work >= (uint32_t)p.total)
         return;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     kvpc_move_chunk<words, kvpc_once_loads, 1>(p, work, threadIdx.x & (lanes - 1), lanes);
 }
 
@@ -1246,8 +1242,7 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
 {
     const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
     const number in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total; work += groups)
         kvpc_move_chunk<false, kvpc_any_loads, kvpc_any_loads>(p, work, lane, lanes);
 }
@@ -1286,8 +1281,7 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     const uint32_t in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (uint32_t)p.total;
          work += groups) {
         if (kvpc_stores_first)
@@ -1331,8 +1325,7 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
 {
     const uint32_t in_block = blockDim.x / 32, lane = threadIdx.x % 32;
     const kvpc_task &t = p.task;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / 32; work < (uint32_t)p.total;
          work += gridDim.x * in_block) {
         const uint32_t run = kvpc_divide(work, p.shares), share = work - run * (uint32_t)p.shares.by;
@@ -2625,10 +2618,8 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
     kvpc_unpack_kernel(const KVPRIM_GRID_CONSTANT kvpc_unpack_params<bytes> KVPRIM_IN_PLACE p)
 {
     const kvpc_unpack &h = p.head;
-    if (h.wait)
-        kvpc_pdl_wait();
-    if (h.trigger && (h.goes_on || kvpc_leaves_room(aligned ? 1024 : 768)))
-        kvpc_pdl_trigger();
+    kvpc_pdl_wait(h.wait);
+    kvpc_pdl_trigger(h.trigger && (h.goes_on || kvpc_leaves_room(aligned ? 1024 : 768)));
     const uint32_t lanes = 1u << h.lanes_shift; /* computed only now: a register less */
     const uint32_t groups = blockDim.x >> h.lanes_shift, group = threadIdx.x >> h.lanes_shift;
     if (is_small) {
@@ -2648,8 +2639,7 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                 c.bytes > 0 && (!zeros || c.src), c.bytes > 0, false);
         }
     }
-    if (h.wait_last)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(h.wait_last);
 }
 
 /* Most of the time of a small launch is what its first instructions wait for: these are few. Then many small blocks use
@@ -2661,10 +2651,8 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
     const uint32_t step = 16 * kvpc_unpack_threads, at = 16 * threadIdx.x + step * loads * blockIdx.x;
     uint64_t src[loads], dst[loads];
     uint4 v[loads];
-    if (p.pdl)
-        kvpc_pdl_wait();
-    if (p.pdl && kvpc_leaves_room(1024))
-        kvpc_pdl_trigger();
+    kvpc_pdl_wait(p.pdl);
+    kvpc_pdl_trigger(p.pdl && kvpc_leaves_room(1024));
     kvpc_place_words<loads>(src, p.src + at, step);
     kvpc_place_words<loads>(dst, p.dst + at, step);
     kvpc_load_words<loads, false>(v, true, src, step, at, p.bytes);
@@ -2839,10 +2827,8 @@ static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta
 {
     __shared__ kvpc_range r;
     const uint32_t t = threadIdx.x, ranges = (uint32_t)p.ranges.by, share = kvpc_divide(blockIdx.x, p.ranges);
-    if (p.pdl)
-        kvpc_pdl_wait();
-    if (p.pdl && kvpc_leaves_room(kvpc_meta_sm_threads / 2))
-        kvpc_pdl_trigger();
+    kvpc_pdl_wait(p.pdl);
+    kvpc_pdl_trigger(p.pdl && kvpc_leaves_room(kvpc_meta_sm_threads / 2));
     const uint64_t count = t >> p.range_shift == 0 ? (uint64_t)kvpc_load_i64(p.count) : 0;
     for (uint32_t range = blockIdx.x - share * ranges; range < ranges; range += gridDim.x) {
         const uint32_t i = 32 * (t / 32 * ranges + range) + t % 32, shares = p.shares + (range < p.more);
@@ -5740,12 +5726,6 @@ template <class token, class number> KVPRIM_DEVICE bool kvpc_is_below(token x, n
     return sizeof(token) == 4 ? (uint32_t)x < (uint32_t)n : (uint64_t)(int64_t)x < (uint64_t)n;
 }
 
-KVPRIM_DEVICE void kvpc_wait_for_inputs(const kvpc_slots &p)
-{
-    if (p.pdl)
-        kvpc_pdl_wait();
-}
-
 /* A search for the last of cu_seqlens[low] to cu_seqlens[low + left] that is at most i: its pivots are every step-th,
    and past the end the last again. */
 template <class number> struct kvpc_search {
@@ -5805,7 +5785,7 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
     kvpc_search<number> s;
     s.low = 0, s.left = last;
     kvpc_place_pivots<token>(p, &s);
-    kvpc_wait_for_inputs(p);
+    kvpc_pdl_wait(p.pdl);
     *of = kvpc_load_request<token>(p, guess);
     KVPRIM_ROLLED
     for (;;) {
@@ -5861,8 +5841,7 @@ KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request,
     else
         high = low >> 31;
     const int64_t page = (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
-    if (p.pdl == kvpc_trigger_late)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl == kvpc_trigger_late);
     const number slot = (number)page * by + ((number)position - in_request * by);
     const bool inside = (uint64_t)page <= p.last_page && slot < (number)p.rows; /* a larger page may overflow */
     if (p.slot_bytes == 8)
@@ -5879,8 +5858,7 @@ template <bool by_length, class token, class number, bool by_starts = false>
 static __global__ void __launch_bounds__(kvpc_slots_most_threads)
     kvpc_slots_kernel(const KVPRIM_GRID_CONSTANT kvpc_slots KVPRIM_IN_PLACE p)
 {
-    if (p.pdl == kvpc_trigger_first)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl == kvpc_trigger_first);
     const number threads = (number)gridDim.x * blockDim.x;
     for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < (number)p.count; i += threads)
         if (by_length) {
@@ -5894,7 +5872,7 @@ static __global__ void __launch_bounds__(kvpc_slots_most_threads)
         } else {
             const uint64_t request_at = kvpc_token_at<token>(p, p.request, i);
             const uint64_t position_at = kvpc_token_at<token>(p, p.position, i);
-            kvpc_wait_for_inputs(p);
+            kvpc_pdl_wait(p.pdl);
             const token request = kvpc_load_token<token, number>(p, request_at),
                         position = kvpc_load_token<token, number>(p, position_at);
             kvpc_store_slot<by_starts>(p, i, request, position, false);
@@ -6478,8 +6456,7 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_entries x = {};
     bool draws = true;
     s.request = blockIdx.x;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (;;) {
         x.first = threadIdx.x * p.each;
         s.number = UINT64_MAX;
@@ -6517,8 +6494,7 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_fetch_reset_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch_reset KVPRIM_IN_PLACE p)
 {
     const uint64_t threads = (uint64_t)gridDim.x * blockDim.x, first = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (uint64_t w = first; w < p.words; w += threads)
         *(int32_t *)kvpc_global(p.memory + 4 * w) = 0;
     for (uint64_t w = first; w < p.total; w += threads)
