@@ -881,10 +881,7 @@ struct kvpn_bf16 : kvpn_pair<__nv_bfloat162> {
 struct kvpn_f16 : kvpn_pair<__half2> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
-        __half2 pair;
-        memcpy(&pair, &word, 4);
-        const float2 both = __half22float2(pair);
-        f[0] = both.x, f[1] = both.y;
+        kvpi_of_f16x2(f, word);
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
