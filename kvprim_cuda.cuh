@@ -2796,7 +2796,6 @@ KVPRIM_DEVICE void kvpc_copy_range(const kvpc_meta &p, kvpc_range *r, uint32_t s
     const bool one = !__syncthreads_or(own > 1), few = !__syncthreads_or(own > many);
     const uint32_t numbered = one ? 1 : few ? many : even > 1 ? even : 1;
     uint32_t strips = numbered << p.range_shift;
-    KVPRIM_ROLLED
     for (bool search = false;; search = true) {
         KVPRIM_ROLLED
         for (uint32_t strip = share * (blockDim.x / 32) + threadIdx.x / 32; strip < strips; strip += warps) {
@@ -5737,7 +5736,6 @@ template <class token, class number> KVPRIM_DEVICE void kvpc_place_pivots(const 
 {
     const uint64_t first = kvpc_token_at<token>(p, p.request, s->low);
     s->step = s->left / (kvpc_pivots + 1) + 1;
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_pivots; k++) {
         const number n = (k + 1) * s->step;
         s->at[k] = kvpc_token_at<token>(p, first, n < s->left ? n : s->left);
@@ -5787,16 +5785,13 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
     kvpc_place_pivots<token>(p, &s);
     kvpc_pdl_wait(p.pdl);
     *of = kvpc_load_request<token>(p, guess);
-    KVPRIM_ROLLED
     for (;;) {
         token pivot[kvpc_pivots];
         number passed = 0;
-        KVPRIM_UNROLL
         for (uint32_t k = 0; k < kvpc_pivots; k++)
             pivot[k] = kvpc_load_token<token, number>(p, s.at[k]);
         if (kvpc_is_of_request(*of, (token)i))
             return guess;
-        KVPRIM_UNROLL
         for (uint32_t k = 0; k < kvpc_pivots; k++)
             passed += pivot[k] <= (token)i;
         kvpc_narrow_search(&s, passed);
