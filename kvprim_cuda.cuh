@@ -274,14 +274,6 @@ KVPRIM_ANYWHERE int64_t kvprim_device_row(const kvprim_side &side, int64_t i, ui
     return row;
 }
 
-/* Where a layer starts, or NULL if only the host can tell. */
-KVPRIM_ANYWHERE char *kvpc_device_layer(const kvprim_side &side, int64_t layer)
-{
-    if (side.device_layers)
-        return (char *)side.device_layers[layer];
-    return side.layers ? NULL : (char *)side.table.data + layer * side.layer_stride;
-}
-
 KVPRIM_ANYWHERE char *kvprim_device_byte_in(const kvprim_side &side, void *base, int64_t row, int64_t byte)
 {
     const kvprim_table &t = side.table;
@@ -291,8 +283,11 @@ KVPRIM_ANYWHERE char *kvprim_device_byte_in(const kvprim_side &side, void *base,
 
 KVPRIM_ANYWHERE char *kvprim_device_byte(const kvprim_side &side, int64_t layer, int64_t row, int64_t byte)
 {
-    char *const base = kvpc_device_layer(side, layer);
-    return base ? kvprim_device_byte_in(side, base, row, byte) : NULL;
+    if (side.layers && !side.device_layers)
+        return NULL; /* only the host can tell where a layer starts */
+    void *const base =
+        side.device_layers ? side.device_layers[layer] : (char *)side.table.data + layer * side.layer_stride;
+    return kvprim_device_byte_in(side, base, row, byte);
 }
 
 /* Returns bytes [shift, shift + 16) of the 32 bytes low, high; shift < 16. This is the funnel shift. */
@@ -5742,13 +5737,6 @@ template <class token, class number> KVPRIM_DEVICE void kvpc_place_pivots(const 
     }
 }
 
-template <class number> KVPRIM_DEVICE void kvpc_narrow_search(kvpc_search<number> *s, number passed)
-{
-    passed = passed * s->step < s->left ? passed * s->step : s->left;
-    s->low += passed;
-    s->left = s->left - passed < s->step - 1 ? s->left - passed : s->step - 1;
-}
-
 /* What tells whether a token is one of a request, and its position. */
 template <class token> struct kvpc_request {
     token first, next, start;
@@ -5794,7 +5782,9 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
             return guess;
         for (uint32_t k = 0; k < kvpc_pivots; k++)
             passed += pivot[k] <= (token)i;
-        kvpc_narrow_search(&s, passed);
+        passed = passed * s.step < s.left ? passed * s.step : s.left;
+        s.low += passed;
+        s.left = s.left - passed < s.step - 1 ? s.left - passed : s.step - 1;
         if (s.left == 0)
             break;
         kvpc_place_pivots<token>(p, &s);
