@@ -5793,16 +5793,19 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
     return s.low;
 }
 
-KVPRIM_DEVICE int64_t kvpc_load_page(const kvpc_slots &p, uint64_t at)
+/* A number of 4 or 8 bytes. The words of a wide one are two loads, without a branch. */
+KVPRIM_DEVICE int64_t kvpc_load_number(uint64_t at, bool wide)
 {
-    return p.page_bytes == 8 ? kvpc_load_i64(at) : kvpc_load_i32(at);
+    const int32_t low = kvpc_load_i32(at), high = wide ? kvpc_load_i32(at + 4) : low >> 31;
+    return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
 }
 
 /* Whether the request has page `in_request`; if so, *pages becomes where its page numbers begin. */
 KVPRIM_DEVICE bool kvpc_find_pages(const kvpc_slots &p, uint64_t request, uint64_t in_request, uint64_t *pages)
 {
     const uint64_t at = p.page_starts + request * p.page_bytes;
-    const int64_t begin = kvpc_load_page(p, at), end = kvpc_load_page(p, at + p.page_bytes);
+    const bool wide = p.page_bytes == 8;
+    const int64_t begin = kvpc_load_number(at, wide), end = kvpc_load_number(at + p.page_bytes, wide);
     *pages = p.pages + (uint64_t)begin * p.page_bytes;
     return begin >= 0 && end >= begin && (uint64_t)end <= p.max_pages && in_request < (uint64_t)(end - begin);
 }
@@ -6063,12 +6066,6 @@ KVPRIM_DEVICE void kvpc_end_list(const kvpc_fetch &p, uint32_t listed, uint32_t 
 KVPRIM_DEVICE uint64_t kvpc_reserve(const kvpc_fetch &p, uint32_t launch, uint32_t n, bool last)
 {
     return kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)(last ? 1 : 0) << 32) + n);
-}
-
-KVPRIM_DEVICE int64_t kvpc_load_number(uint64_t at, bool wide)
-{
-    const int32_t low = kvpc_load_i32(at), high = wide ? kvpc_load_i32(at + 4) : low >> 31;
-    return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
 }
 
 KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_entries *x)
