@@ -249,11 +249,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch_reset(const kvprim_fet
    first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
-#ifdef __CUDACC__
 #define KVPRIM_DEVICE_SELDOM static __device__ __noinline__ /* not fetched with the code around its call */
-#else
-#define KVPRIM_DEVICE_SELDOM static
-#endif
 
 KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
 {
@@ -398,6 +394,13 @@ enum {
     kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_words */
 };
 
+/* What this pass of nvcc compiles for: 900 is sm_90, 0 the host. */
+#ifdef __CUDA_ARCH__
+enum { kvpc_arch = __CUDA_ARCH__ };
+#else
+enum { kvpc_arch = 0 };
+#endif
+
 #ifndef KVPRIM_CUDA_EMULATE               /* see tests/gpu/cuda_shim.h */
 #define KVPRIM_UNROLL _Pragma("unroll")   /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
 #define KVPRIM_ROLLED _Pragma("unroll 1") /* before a loop whose copies would only take time to fetch */
@@ -406,19 +409,15 @@ enum {
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. Waits for the kernel before, if `waits`. */
 KVPRIM_DEVICE void kvpc_pdl_wait(bool waits = true)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (waits)
+    if (kvpc_arch >= 900 && waits)
         asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 /* Lets the next kernel start, if `now`. */
 KVPRIM_DEVICE void kvpc_pdl_trigger(bool now = true)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (now)
+    if (kvpc_arch >= 900 && now)
         asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 /* Global memory by address: an asm volatile keeps its place among the others (loads have no clobber, as no row that is
@@ -1261,11 +1260,7 @@ KVPRIM_DEVICE void kvpc_store_once(const kvpc_chunk &c, uint32_t at, uint32_t st
 }
 
 /* On sm_75 and sm_120 the kernel below would spill if it found the next chunk before it stored the last one. */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
-enum { kvpc_stores_first = 1 };
-#else
-enum { kvpc_stores_first = 0 };
-#endif
+enum { kvpc_stores_first = kvpc_arch != 0 && (kvpc_arch < 800 || kvpc_arch >= 1200) };
 
 /* On few multiprocessors. While one chunk is on its way, a group finds the next. */
 template <bool words, uint32_t loads, class params>
@@ -2448,11 +2443,10 @@ enum {
 
 /* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
    keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads fit. */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
-enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
-#else
-enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
-#endif
+enum {
+    kvpc_aligned_blocks = kvpc_arch == 800 || kvpc_arch == 900 || kvpc_arch == 1000 ? 4 : 0,
+    kvpc_unaligned_blocks = kvpc_arch == 800 || kvpc_arch == 900 ? 3 : 0 /* sm_100 would spill */
+};
 
 /* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n. If mask is 0,
    no numbers are stored and n is i. Otherwise n is what `mask` leaves of record i, from its byte `at` on, after a shift
@@ -2677,11 +2671,7 @@ enum {
 
 /* Blocks that must fit a multiprocessor. Two of 512 threads keep the kernel to 64 registers, which is faster with many
    descriptors. With few it waits for loads one after the other then, and on other GPUs it would spill. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-enum { kvpc_meta_blocks = kvpc_meta_sm_threads / kvpc_meta_threads };
-#else
-enum { kvpc_meta_blocks = 1 };
-#endif
+enum { kvpc_meta_blocks = kvpc_arch == 900 ? kvpc_meta_sm_threads / kvpc_meta_threads : 1 };
 
 typedef struct kvpc_meta {
     uint64_t dst, src, dst_bytes, src_bytes, meta, count;
