@@ -5074,13 +5074,6 @@ static const kvpc_fragment *kvpc_take(kvpc_unpack_job *job, uint64_t *count)
     return job->next - *count;
 }
 
-/* KVPRIM_DEBUG checks more than the survey. Where kvprim.h is implemented in another unit it is not known here. */
-#if defined(KVPRIM_CORE_IMPLEMENTED) && !defined(KVPRIM_DEBUG)
-enum { kvpc_survey_checks = 1 };
-#else
-enum { kvpc_survey_checks = 0 };
-#endif
-
 /* What some fragments have in common. Bit 63 of `past` is set if one is past the end of its buffers, of `longer` if one
    has more than kvpc_direct_bytes. Of addresses also: of `past` if dst is NULL, of `zeros` if src is. */
 typedef struct kvpc_seen {
@@ -5519,7 +5512,7 @@ static kvpc_list kvpc_list_of(const kvprim_copy_desc *d)
 
 /* Does what `check` (kvprim_unpack_check or kvprim_copy_check) does, and the survey. Where it finds that fragments lie
    in their buffers, and apart, only the rest is checked: the pass over many fragments is a good part of what a call
-   costs the host. */
+   costs the host. KVPRIM_DEBUG checks more; if kvprim.h is implemented in another unit, it is not known here. */
 template <class Desc>
 static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list &list, const Desc *desc,
                                            kvprim_status (*check)(const Desc *))
@@ -5529,8 +5522,10 @@ static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list
     one.count = 1;
     if (check(&one) == KVPRIM_OK && desc->count <= (list.addresses ? (uint64_t)KVPRIM_MAX_COPIES : UINT64_MAX >> 6)) {
         kvpc_survey(job, false);
-        if (kvpc_survey_checks && job->fit && job->apart)
+#if defined(KVPRIM_CORE_IMPLEMENTED) && !defined(KVPRIM_DEBUG)
+        if (job->fit && job->apart)
             return KVPRIM_OK;
+#endif
     }
     return check(desc);
 }
