@@ -249,11 +249,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch_reset(const kvprim_fet
    first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
-#ifdef __CUDACC__
 #define KVPRIM_DEVICE_SELDOM static __device__ __noinline__ /* not fetched with the code around its call */
-#else
-#define KVPRIM_DEVICE_SELDOM static
-#endif
 
 KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
 {
@@ -274,14 +270,6 @@ KVPRIM_ANYWHERE int64_t kvprim_device_row(const kvprim_side &side, int64_t i, ui
     return row;
 }
 
-/* Where a layer starts, or NULL if only the host can tell. */
-KVPRIM_ANYWHERE char *kvpc_device_layer(const kvprim_side &side, int64_t layer)
-{
-    if (side.device_layers)
-        return (char *)side.device_layers[layer];
-    return side.layers ? NULL : (char *)side.table.data + layer * side.layer_stride;
-}
-
 KVPRIM_ANYWHERE char *kvprim_device_byte_in(const kvprim_side &side, void *base, int64_t row, int64_t byte)
 {
     const kvprim_table &t = side.table;
@@ -291,8 +279,11 @@ KVPRIM_ANYWHERE char *kvprim_device_byte_in(const kvprim_side &side, void *base,
 
 KVPRIM_ANYWHERE char *kvprim_device_byte(const kvprim_side &side, int64_t layer, int64_t row, int64_t byte)
 {
-    char *const base = kvpc_device_layer(side, layer);
-    return base ? kvprim_device_byte_in(side, base, row, byte) : NULL;
+    if (side.layers && !side.device_layers)
+        return NULL; /* only the host can tell where a layer starts */
+    void *const base =
+        side.device_layers ? side.device_layers[layer] : (char *)side.table.data + layer * side.layer_stride;
+    return kvprim_device_byte_in(side, base, row, byte);
 }
 
 /* Returns bytes [shift, shift + 16) of the 32 bytes low, high; shift < 16. This is the funnel shift. */
@@ -403,24 +394,30 @@ enum {
     kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_words */
 };
 
+/* What this pass of nvcc compiles for: 900 is sm_90, 0 the host. */
+#ifdef __CUDA_ARCH__
+enum { kvpc_arch = __CUDA_ARCH__ };
+#else
+enum { kvpc_arch = 0 };
+#endif
+
 #ifndef KVPRIM_CUDA_EMULATE               /* see tests/gpu/cuda_shim.h */
 #define KVPRIM_UNROLL _Pragma("unroll")   /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
 #define KVPRIM_ROLLED _Pragma("unroll 1") /* before a loop whose copies would only take time to fetch */
 #define KVPRIM_IN_PLACE                   /* a kernel's parameters; the emulation passes a reference */
 
-/* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
-KVPRIM_DEVICE void kvpc_pdl_wait(void)
+/* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. Waits for the kernel before, if `waits`. */
+KVPRIM_DEVICE void kvpc_pdl_wait(bool waits = true)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    if (kvpc_arch >= 900 && waits)
+        asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-KVPRIM_DEVICE void kvpc_pdl_trigger(void)
+/* Lets the next kernel start, if `now`. */
+KVPRIM_DEVICE void kvpc_pdl_trigger(bool now = true)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    if (kvpc_arch >= 900 && now)
+        asm volatile("griddepcontrol.launch_dependents;");
 }
 
 /* Global memory by address: an asm volatile keeps its place among the others (loads have no clobber, as no row that is
@@ -817,11 +814,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (fit == kvpc_tails && p.fetch && at == 0)
         kvpc_fetch_edges(dst[0], end);
     kvpc_load_words<loads, exact>(v, x.inside, src, step, at, end); /* with the zero fill */
-    if (p.pdl && loads == 1)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl && loads == 1);
     kvpc_store_words<loads, exact, fit == kvpc_tails>(dst, v, step, at, end);
-    if (p.pdl && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl && loads > 1); /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -837,10 +832,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     uint32_t i, at;
     if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
-    if (dependent && p.pdl == kvpc_trigger_first)
-        kvpc_pdl_trigger();
-    if (dependent)
-        kvpc_pdl_wait();
+    kvpc_pdl_trigger(dependent && p.pdl == kvpc_trigger_first);
+    kvpc_pdl_wait(dependent);
     const uint32_t step = 16 * p.row_threads;
     uint4 v[tables][loads];
     uint64_t src[loads], dst[tables][loads];
@@ -848,8 +841,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    if (dependent && p.pdl == kvpc_trigger_late) /* after the slot's load it would be compiled to wait for the slot */
-        kvpc_pdl_trigger();
+    /* After the slot's load it would be compiled to wait for the slot. */
+    kvpc_pdl_trigger(dependent && p.pdl == kvpc_trigger_late);
     const kvpc_index x = kvpc_find_row(p, kvpc_index_at(p, i), p.index_is_i64);
     if (early && !x.inside && at == 0)
         kvpc_count_rejected(p, x);
@@ -912,15 +905,13 @@ static __global__ void __launch_bounds__(kvpc_threads)
     const uint32_t i = kvpc_divide(t / lanes, p.by_parts), part = t / lanes - i * p.parts;
     if (i >= p.count)
         return;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     const uint32_t v_side = part >= p.k_parts;
     const kvpc_ends &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
     const kvpc_index x =
         p.index_is_i64 ? kvpc_find_row(p, kvpc_index_at(p, i), true) : kvpc_find_row(p, kvpc_index_at(p, i), false);
-    if (p.pdl)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl);
     if (!x.inside && part == 0 && t % lanes == 0)
         kvpc_count_rejected(p, x);
     const uint64_t src = kvpc_row_at(pair.src, p.gather ? x.row : i, pair.src_stride);
@@ -1247,8 +1238,7 @@ static __global__ void __launch_bounds__(kvpc_threads)
     const uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift);
     if (work >= (uint32_t)p.total)
         return;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     kvpc_move_chunk<words, kvpc_once_loads, 1>(p, work, threadIdx.x & (lanes - 1), lanes);
 }
 
@@ -1259,8 +1249,7 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
 {
     const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
     const number in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total; work += groups)
         kvpc_move_chunk<false, kvpc_any_loads, kvpc_any_loads>(p, work, lane, lanes);
 }
@@ -1284,11 +1273,7 @@ KVPRIM_DEVICE void kvpc_store_once(const kvpc_chunk &c, uint32_t at, uint32_t st
 }
 
 /* On sm_75 and sm_120 the kernel below would spill if it found the next chunk before it stored the last one. */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
-enum { kvpc_stores_first = 1 };
-#else
-enum { kvpc_stores_first = 0 };
-#endif
+enum { kvpc_stores_first = kvpc_arch != 0 && (kvpc_arch < 800 || kvpc_arch >= 1200) };
 
 /* On few multiprocessors. While one chunk is on its way, a group finds the next. */
 template <bool words, uint32_t loads, class params>
@@ -1299,8 +1284,7 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     const uint32_t in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (uint32_t)p.total;
          work += groups) {
         if (kvpc_stores_first)
@@ -1344,8 +1328,7 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
 {
     const uint32_t in_block = blockDim.x / 32, lane = threadIdx.x % 32;
     const kvpc_task &t = p.task;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / 32; work < (uint32_t)p.total;
          work += gridDim.x * in_block) {
         const uint32_t run = kvpc_divide(work, p.shares), share = work - run * (uint32_t)p.shares.by;
@@ -2562,11 +2545,10 @@ enum {
 
 /* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
    keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads fit. */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
-enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
-#else
-enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
-#endif
+enum {
+    kvpc_aligned_blocks = kvpc_arch == 800 || kvpc_arch == 900 || kvpc_arch == 1000 ? 4 : 0,
+    kvpc_unaligned_blocks = kvpc_arch == 800 || kvpc_arch == 900 ? 3 : 0 /* sm_100 would spill */
+};
 
 /* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n. If mask is 0,
    no numbers are stored and n is i. Otherwise n is what `mask` leaves of record i, from its byte `at` on, after a shift
@@ -2727,10 +2709,8 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
     kvpc_unpack_kernel(const KVPRIM_GRID_CONSTANT kvpc_unpack_params<bytes> KVPRIM_IN_PLACE p)
 {
     const kvpc_unpack &h = p.head;
-    if (h.wait)
-        kvpc_pdl_wait();
-    if (h.trigger && (h.goes_on || kvpc_leaves_room(aligned ? 1024 : 768)))
-        kvpc_pdl_trigger();
+    kvpc_pdl_wait(h.wait);
+    kvpc_pdl_trigger(h.trigger && (h.goes_on || kvpc_leaves_room(aligned ? 1024 : 768)));
     const uint32_t lanes = 1u << h.lanes_shift; /* computed only now: a register less */
     const uint32_t groups = blockDim.x >> h.lanes_shift, group = threadIdx.x >> h.lanes_shift;
     if (is_small) {
@@ -2750,8 +2730,7 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                 c.bytes > 0 && (!zeros || c.src), c.bytes > 0, false);
         }
     }
-    if (h.wait_last)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(h.wait_last);
 }
 
 /* Most of the time of a small launch is what its first instructions wait for: these are few. Then many small blocks use
@@ -2763,10 +2742,8 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
     const uint32_t step = 16 * kvpc_unpack_threads, at = 16 * threadIdx.x + step * loads * blockIdx.x;
     uint64_t src[loads], dst[loads];
     uint4 v[loads];
-    if (p.pdl)
-        kvpc_pdl_wait();
-    if (p.pdl && kvpc_leaves_room(1024))
-        kvpc_pdl_trigger();
+    kvpc_pdl_wait(p.pdl);
+    kvpc_pdl_trigger(p.pdl && kvpc_leaves_room(1024));
     kvpc_place_words<loads>(src, p.src + at, step);
     kvpc_place_words<loads>(dst, p.dst + at, step);
     kvpc_load_words<loads, false>(v, true, src, step, at, p.bytes);
@@ -2796,11 +2773,7 @@ enum {
 
 /* Blocks that must fit a multiprocessor. Two of 512 threads keep the kernel to 64 registers, which is faster with many
    descriptors. With few it waits for loads one after the other then, and on other GPUs it would spill. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-enum { kvpc_meta_blocks = kvpc_meta_sm_threads / kvpc_meta_threads };
-#else
-enum { kvpc_meta_blocks = 1 };
-#endif
+enum { kvpc_meta_blocks = kvpc_arch == 900 ? kvpc_meta_sm_threads / kvpc_meta_threads : 1 };
 
 typedef struct kvpc_meta {
     uint64_t dst, src, dst_bytes, src_bytes, meta, count;
@@ -2910,7 +2883,6 @@ KVPRIM_DEVICE void kvpc_copy_range(const kvpc_meta &p, kvpc_range *r, uint32_t s
     const bool one = !__syncthreads_or(own > 1), few = !__syncthreads_or(own > many);
     const uint32_t numbered = one ? 1 : few ? many : even > 1 ? even : 1;
     uint32_t strips = numbered << p.range_shift;
-    KVPRIM_ROLLED
     for (bool search = false;; search = true) {
         KVPRIM_ROLLED
         for (uint32_t strip = share * (blockDim.x / 32) + threadIdx.x / 32; strip < strips; strip += warps) {
@@ -2941,10 +2913,8 @@ static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta
 {
     __shared__ kvpc_range r;
     const uint32_t t = threadIdx.x, ranges = (uint32_t)p.ranges.by, share = kvpc_divide(blockIdx.x, p.ranges);
-    if (p.pdl)
-        kvpc_pdl_wait();
-    if (p.pdl && kvpc_leaves_room(kvpc_meta_sm_threads / 2))
-        kvpc_pdl_trigger();
+    kvpc_pdl_wait(p.pdl);
+    kvpc_pdl_trigger(p.pdl && kvpc_leaves_room(kvpc_meta_sm_threads / 2));
     const uint64_t count = t >> p.range_shift == 0 ? (uint64_t)kvpc_load_i64(p.count) : 0;
     for (uint32_t range = blockIdx.x - share * ranges; range < ranges; range += gridDim.x) {
         const uint32_t i = 32 * (t / 32 * ranges + range) + t % 32, shares = p.shares + (range < p.more);
@@ -5210,13 +5180,6 @@ static const kvpc_fragment *kvpc_take(kvpc_unpack_job *job, uint64_t *count)
     return job->next - *count;
 }
 
-/* KVPRIM_DEBUG checks more than the survey. Where kvprim.h is implemented in another unit it is not known here. */
-#if defined(KVPRIM_CORE_IMPLEMENTED) && !defined(KVPRIM_DEBUG)
-enum { kvpc_survey_checks = 1 };
-#else
-enum { kvpc_survey_checks = 0 };
-#endif
-
 /* What some fragments have in common. Bit 63 of `past` is set if one is past the end of its buffers, of `longer` if one
    has more than kvpc_direct_bytes. Of addresses also: of `past` if dst is NULL, of `zeros` if src is. */
 typedef struct kvpc_seen {
@@ -5655,7 +5618,7 @@ static kvpc_list kvpc_list_of(const kvprim_copy_desc *d)
 
 /* Does what `check` (kvprim_unpack_check or kvprim_copy_check) does, and the survey. Where it finds that fragments lie
    in their buffers, and apart, only the rest is checked: the pass over many fragments is a good part of what a call
-   costs the host. */
+   costs the host. KVPRIM_DEBUG checks more; if kvprim.h is implemented in another unit, it is not known here. */
 template <class Desc>
 static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list &list, const Desc *desc,
                                            kvprim_status (*check)(const Desc *))
@@ -5665,8 +5628,10 @@ static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list
     one.count = 1;
     if (check(&one) == KVPRIM_OK && desc->count <= (list.addresses ? (uint64_t)KVPRIM_MAX_COPIES : UINT64_MAX >> 6)) {
         kvpc_survey(job, false);
-        if (kvpc_survey_checks && job->fit && job->apart)
+#if defined(KVPRIM_CORE_IMPLEMENTED) && !defined(KVPRIM_DEBUG)
+        if (job->fit && job->apart)
             return KVPRIM_OK;
+#endif
     }
     return check(desc);
 }
@@ -5846,12 +5811,6 @@ template <class token, class number> KVPRIM_DEVICE bool kvpc_is_below(token x, n
     return sizeof(token) == 4 ? (uint32_t)x < (uint32_t)n : (uint64_t)(int64_t)x < (uint64_t)n;
 }
 
-KVPRIM_DEVICE void kvpc_wait_for_inputs(const kvpc_slots &p)
-{
-    if (p.pdl)
-        kvpc_pdl_wait();
-}
-
 /* A search for the last of cu_seqlens[low] to cu_seqlens[low + left] that is at most i: its pivots are every step-th,
    and past the end the last again. */
 template <class number> struct kvpc_search {
@@ -5863,18 +5822,10 @@ template <class token, class number> KVPRIM_DEVICE void kvpc_place_pivots(const 
 {
     const uint64_t first = kvpc_token_at<token>(p, p.request, s->low);
     s->step = s->left / (kvpc_pivots + 1) + 1;
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_pivots; k++) {
         const number n = (k + 1) * s->step;
         s->at[k] = kvpc_token_at<token>(p, first, n < s->left ? n : s->left);
     }
-}
-
-template <class number> KVPRIM_DEVICE void kvpc_narrow_search(kvpc_search<number> *s, number passed)
-{
-    passed = passed * s->step < s->left ? passed * s->step : s->left;
-    s->low += passed;
-    s->left = s->left - passed < s->step - 1 ? s->left - passed : s->step - 1;
 }
 
 /* What tells whether a token is one of a request, and its position. */
@@ -5911,21 +5862,20 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
     kvpc_search<number> s;
     s.low = 0, s.left = last;
     kvpc_place_pivots<token>(p, &s);
-    kvpc_wait_for_inputs(p);
+    kvpc_pdl_wait(p.pdl);
     *of = kvpc_load_request<token>(p, guess);
-    KVPRIM_ROLLED
     for (;;) {
         token pivot[kvpc_pivots];
         number passed = 0;
-        KVPRIM_UNROLL
         for (uint32_t k = 0; k < kvpc_pivots; k++)
             pivot[k] = kvpc_load_token<token, number>(p, s.at[k]);
         if (kvpc_is_of_request(*of, (token)i))
             return guess;
-        KVPRIM_UNROLL
         for (uint32_t k = 0; k < kvpc_pivots; k++)
             passed += pivot[k] <= (token)i;
-        kvpc_narrow_search(&s, passed);
+        passed = passed * s.step < s.left ? passed * s.step : s.left;
+        s.low += passed;
+        s.left = s.left - passed < s.step - 1 ? s.left - passed : s.step - 1;
         if (s.left == 0)
             break;
         kvpc_place_pivots<token>(p, &s);
@@ -5934,16 +5884,19 @@ KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_reque
     return s.low;
 }
 
-KVPRIM_DEVICE int64_t kvpc_load_page(const kvpc_slots &p, uint64_t at)
+/* A number of 4 or 8 bytes. The words of a wide one are two loads, without a branch. */
+KVPRIM_DEVICE int64_t kvpc_load_number(uint64_t at, bool wide)
 {
-    return p.page_bytes == 8 ? kvpc_load_i64(at) : kvpc_load_i32(at);
+    const int32_t low = kvpc_load_i32(at), high = wide ? kvpc_load_i32(at + 4) : low >> 31;
+    return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
 }
 
 /* Whether the request has page `in_request`; if so, *pages becomes where its page numbers begin. */
 KVPRIM_DEVICE bool kvpc_find_pages(const kvpc_slots &p, uint64_t request, uint64_t in_request, uint64_t *pages)
 {
     const uint64_t at = p.page_starts + request * p.page_bytes;
-    const int64_t begin = kvpc_load_page(p, at), end = kvpc_load_page(p, at + p.page_bytes);
+    const bool wide = p.page_bytes == 8;
+    const int64_t begin = kvpc_load_number(at, wide), end = kvpc_load_number(at + p.page_bytes, wide);
     *pages = p.pages + (uint64_t)begin * p.page_bytes;
     return begin >= 0 && end >= begin && (uint64_t)end <= p.max_pages && in_request < (uint64_t)(end - begin);
 }
@@ -5967,8 +5920,7 @@ KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request,
     else
         high = low >> 31;
     const int64_t page = (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
-    if (p.pdl == kvpc_trigger_late)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl == kvpc_trigger_late);
     const number slot = (number)page * by + ((number)position - in_request * by);
     const bool inside = (uint64_t)page <= p.last_page && slot < (number)p.rows; /* a larger page may overflow */
     if (p.slot_bytes == 8)
@@ -5985,8 +5937,7 @@ template <bool by_length, class token, class number, bool by_starts = false>
 static __global__ void __launch_bounds__(kvpc_slots_most_threads)
     kvpc_slots_kernel(const KVPRIM_GRID_CONSTANT kvpc_slots KVPRIM_IN_PLACE p)
 {
-    if (p.pdl == kvpc_trigger_first)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(p.pdl == kvpc_trigger_first);
     const number threads = (number)gridDim.x * blockDim.x;
     for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < (number)p.count; i += threads)
         if (by_length) {
@@ -6000,7 +5951,7 @@ static __global__ void __launch_bounds__(kvpc_slots_most_threads)
         } else {
             const uint64_t request_at = kvpc_token_at<token>(p, p.request, i);
             const uint64_t position_at = kvpc_token_at<token>(p, p.position, i);
-            kvpc_wait_for_inputs(p);
+            kvpc_pdl_wait(p.pdl);
             const token request = kvpc_load_token<token, number>(p, request_at),
                         position = kvpc_load_token<token, number>(p, position_at);
             kvpc_store_slot<by_starts>(p, i, request, position, false);
@@ -6206,12 +6157,6 @@ KVPRIM_DEVICE void kvpc_end_list(const kvpc_fetch &p, uint32_t listed, uint32_t 
 KVPRIM_DEVICE uint64_t kvpc_reserve(const kvpc_fetch &p, uint32_t launch, uint32_t n, bool last)
 {
     return kvpc_add64(kvpc_word_of(p, 1 + launch % 2), ((uint64_t)(last ? 1 : 0) << 32) + n);
-}
-
-KVPRIM_DEVICE int64_t kvpc_load_number(uint64_t at, bool wide)
-{
-    const int32_t low = kvpc_load_i32(at), high = wide ? kvpc_load_i32(at + 4) : low >> 31;
-    return (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
 }
 
 KVPRIM_DEVICE void kvpc_load_tokens(const kvpc_fetch &p, uint32_t request, kvpc_entries *x)
@@ -6584,8 +6529,7 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_entries x = {};
     bool draws = true;
     s.request = blockIdx.x;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (;;) {
         x.first = threadIdx.x * p.each;
         s.number = UINT64_MAX;
@@ -6623,8 +6567,7 @@ static __global__ void __launch_bounds__(kvpc_fetch_threads)
     kvpc_fetch_reset_kernel(const KVPRIM_GRID_CONSTANT kvpc_fetch_reset KVPRIM_IN_PLACE p)
 {
     const uint64_t threads = (uint64_t)gridDim.x * blockDim.x, first = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (uint64_t w = first; w < p.words; w += threads)
         *(int32_t *)kvpc_global(p.memory + 4 * w) = 0;
     for (uint64_t w = first; w < p.total; w += threads)

@@ -594,7 +594,7 @@ enum { kvpn_norm_group = 128, kvpn_norm_group_packs = 16 };
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #define KVPRIM_NCCL_PRAGMA(text) _Pragma(#text)
-#define KVPRIM_NCCL_UNROLL _Pragma("unroll")
+#define KVPRIM_NCCL_UNROLL _Pragma("unroll") /* other loops unroll unasked */
 #define KVPRIM_NCCL_UNROLL_BY(n) KVPRIM_NCCL_PRAGMA(unroll n)
 #endif
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
@@ -781,11 +781,9 @@ template <int max_slots, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_poll_slots(const char *first, uint32_t step, uint32_t which, uint4 *v)
 {
     uint32_t largest = 0;
-    KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < max_slots; r++)
         if (which >> r & 1)
             v[r] = kvpn_load_slot(first + (size_t)r * step);
-    KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < max_slots; r++)
         largest = kvpn_max_u32(largest, kvpn_largest_word<flagged>(v[r]));
     return largest != kvpn_empty_word;
@@ -802,7 +800,6 @@ KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &m
             me.polls = 0;
             return true;
         }
-        KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < max_slots; r++)
             late = kvpn_largest_word<flagged>(v[r]) == kvpn_empty_word ? r : late;
         if (!kvpn_keep_waiting(p, me, sender < 0 ? late : (uint32_t)sender))
@@ -884,10 +881,7 @@ struct kvpn_bf16 : kvpn_pair<__nv_bfloat162> {
 struct kvpn_f16 : kvpn_pair<__half2> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
-        __half2 pair;
-        memcpy(&pair, &word, 4);
-        const float2 both = __half22float2(pair);
-        f[0] = both.x, f[1] = both.y;
+        kvpi_of_f16x2(f, word);
     }
     KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
@@ -925,7 +919,6 @@ template <bool aligned> struct kvpn_any {
 template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_load_units(const void *from, uint64_t left, uint32_t *w)
 {
     enum { per_word = 4 / sizeof(U) };
-    KVPRIM_NCCL_UNROLL
     for (int e = 0; e < words * per_word; e++) {
         const uint32_t unit = (uint64_t)e < left ? (uint32_t)((const U *)from)[e] : 0;
         w[e / per_word] = (e % per_word ? w[e / per_word] : 0) | unit << e % per_word * (32 / per_word);
@@ -935,7 +928,6 @@ template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_load_units(const void
 template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_store_units(void *to, uint64_t left, const uint32_t *w)
 {
     enum { per_word = 4 / sizeof(U) };
-    KVPRIM_NCCL_UNROLL
     for (int e = 0; e < words * per_word; e++)
         if ((uint64_t)e < left)
             ((U *)to)[e] = (U)(w[e / per_word] >> e % per_word * (32 / per_word));
@@ -966,7 +958,6 @@ KVPRIM_NCCL_DEVICE V kvpn_load_pack(const void *from, Bytes bytes, uint32_t i)
         kvpn_load_units<uint32_t, words>(at, words, w);
     } else if (left >= size + 4 && i > 0) {
         kvpn_load_units<uint32_t, words + 1>(at - past, words + 1, w);
-        KVPRIM_NCCL_UNROLL
         for (int k = 0; k < words; k++)
             w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
     } else {
@@ -993,10 +984,8 @@ KVPRIM_NCCL_DEVICE void kvpn_store_pack(void *to, Bytes bytes, uint32_t i, V v)
     } else if (left >= size && past == 0) {
         kvpn_store_units<uint32_t, words>(at, words, w);
     } else if (left >= size) {
-        KVPRIM_NCCL_UNROLL
         for (int k = 0; k + 1 < words; k++)
             ((uint32_t *)(at + 4 - past))[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
-        KVPRIM_NCCL_UNROLL
         for (uint32_t e = 0; e < 4; e++)
             at[e + (e < 4 - past ? 0 : size - 4)] = (char)((e < 4 - past ? w[0] : w[words - 1]) >> 8 * e);
     } else {
@@ -1036,14 +1025,11 @@ template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const 
     if (max_ranks == 2) {
         all = kvpn_add_packs<T>(v[0], v[1]);
     } else {
-        KVPRIM_NCCL_UNROLL
         for (int r = 0; r < max_ranks; r++) {
             const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
-            KVPRIM_NCCL_UNROLL
             for (int k = 0; k < 4; k++) {
                 float f[T::per_word];
                 T::split(w[k], f);
-                KVPRIM_NCCL_UNROLL
                 for (int e = 0; e < T::per_word; e++)
                     sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
             }
@@ -1076,16 +1062,13 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, uint32_t op,
     const uint32_t flip = op == kvpn_takes_least ? kvpn_signs<T>() : 0;
     float x[T::per_word], next[T::per_word];
     T::split(w[0] ^ flip, x);
-    KVPRIM_NCCL_UNROLL
     for (int r = 1; r < max_ranks; r++) {
         T::split((selects && r > 1 && (uint32_t)r >= p.world ? w[0] : w[r]) ^ flip, next);
-        KVPRIM_NCCL_UNROLL
         for (int e = 0; e < T::per_word; e++)
             x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
     }
     /* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world
        of 3 to 8. */
-    KVPRIM_NCCL_UNROLL
     for (int e = 0; e < T::per_word && op == kvpn_averages; e++)
         x[e] = max_ranks == 2 ? x[e] * 0.5f : (float)((double)x[e] * p.per_rank);
     return T::join(x) ^ flip;
@@ -1099,7 +1082,6 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, ui
     KVPRIM_NCCL_UNROLL_BY(at_once)
     for (int k = 0; k < 4; k++) {
         uint32_t w[max_ranks];
-        KVPRIM_NCCL_UNROLL
         for (int r = 0; r < max_ranks; r++) {
             w[r] = v[r].x;
             v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
@@ -1169,7 +1151,6 @@ KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v
 {
     const uint32_t none = kvpn_reduction<T, max_ranks>::none(p);
     own = kvpn_replace_empty(own);
-    KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < max_ranks; r++)
         v[r] = r == p.rank ? own : uint4{none, none, none, none};
 }
@@ -1194,7 +1175,6 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_peer_rank(const kvpn_params &p, uint32_t k)
 
 template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_params &p, uint32_t offset, uint4 v)
 {
-    KVPRIM_NCCL_UNROLL
     for (uint32_t k = 1; k < max_ranks; k++)
         if (k < p.world)
             kvpn_store_slot(p.peer[k] + offset, v);
@@ -1262,7 +1242,6 @@ KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, u
 {
     const uint32_t at = me.block * p.block_packs + j;
     uint4 v[end];
-    KVPRIM_NCCL_UNROLL
     for (uint32_t k = 1; k < end; k++) {
         const uint32_t to = kvpn_peer_rank(p, skip + k);
         if (skip + k < p.world && to * part_packs + at < p.packs)
@@ -1270,7 +1249,6 @@ KVPRIM_NCCL_DEVICE void kvpn_send_whole(const kvpn_params &p, kvpn_thread &me, u
     }
     if (skip == 0)
         kvpn_take_turn(p, me, j);
-    KVPRIM_NCCL_UNROLL
     for (uint32_t k = 1; k < end; k++)
         if (skip + k < p.world && kvpn_peer_rank(p, skip + k) * part_packs + at < p.packs)
             kvpn_store_slot(p.peer[skip + k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
@@ -1381,13 +1359,11 @@ template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_
         uint4 v[max_ranks] = {};
         char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 1, 0, j);
         uint32_t ranks = 0; /* whose slice has such a pack */
-        KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < max_ranks; r++)
             ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice_packs + at < p.packs) << r;
         if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
             return false;
         const bool whole = kvpn_are_whole<T>(p, p.recv, at, p.slice_packs, 0);
-        KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < max_ranks; r++)
             if (whole && ranks >> r & 1)
                 kvpn_store_pack<uint4, true>(p.recv, p.count, r * p.slice_packs + at, v[r]);
@@ -1486,7 +1462,6 @@ template <class T, int max_ranks> struct kvpn_pipeline {
     {
         const uint32_t first = first_pack(p, me, piece);
         uint32_t which = 0;
-        KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < packs; u++)
             which |= (uint32_t)(first + u * p.block_packs < p.packs) << u;
         return which;
@@ -1506,7 +1481,6 @@ template <class T, int max_ranks> struct kvpn_pipeline {
     KVPRIM_NCCL_DEVICE void load(const kvpn_params &p, uint32_t part, uint32_t first, uint32_t which, uint4 (&v)[count])
     {
         const char *const from = (const char *)p.send + part * p.pitch;
-        KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < count; u++)
             if (which >> u & 1)
                 v[u] = kvpn_load_pack<uint4, T::whole>(from, p.count, first + u * p.block_packs);
@@ -1516,7 +1490,6 @@ template <class T, int max_ranks> struct kvpn_pipeline {
     {
         const uint32_t which = packs_of(p, me, piece);
         char *const to = p.peer[1] + offset(p, me, piece);
-        KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < packs; u++)
             if (which >> u & 1)
                 kvpn_store_slot(to + 16 * u * me.threads, kvpn_replace_empty(v[u]));
@@ -1608,11 +1581,9 @@ KVPRIM_NCCL_DEVICE void kvpn_copy_own_part(const kvpn_parts_params &p, uint32_t 
     const uint32_t packs = p.parts[0].from.at == p.parts[0].to.at ? 0 : (bytes + 15) / 16;
     for (uint32_t i = index; i < packs; i += at_once * step) {
         uint4 v[at_once];
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < at_once; k++)
             if (i + k * step < packs)
                 v[k] = kvpn_load_pack<uint4, whole>(p.parts[0].to.at, bytes, i + k * step);
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < at_once; k++)
             if (i + k * step < packs)
                 kvpn_store_pack<uint4, whole>(p.parts[0].from.at, bytes, i + k * step, v[k]);
@@ -1726,7 +1697,6 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
         for (uint32_t j = me.thread, round = 0; j < packs || j == 0; j += group * me.threads, round++) {
             uint4 v[group];
             uint32_t ones = 0;
-            KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs)
                     v[k] = kvpn_load_pack<uint4, whole>(part.at, part.bytes, first + j + k * me.threads);
@@ -1760,7 +1730,6 @@ template <int group, bool gathers, bool whole> struct kvpn_parts_groups {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
             char *const at = p.peer[0] + offset(p, me, from, round, 0);
-            KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 which |= (uint32_t)(j + i * me.threads < packs) << i;
             if (!kvpn_wait_for_slots<slots, false>(p, me, at, 16 * me.threads, which, (int32_t)from, v))
@@ -1933,15 +1902,12 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
     const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
     const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
     const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
-    if (usual) {
-        KVPRIM_NCCL_UNROLL
+    if (usual)
         for (int e = 0; e < 8; e++)
             f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
-    } else {
-        KVPRIM_NCCL_UNROLL
+    else
         for (int e = 0; e < 8; e++)
             f[e] = __fdiv_rn(f[e], scale);
-    }
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
@@ -2020,7 +1986,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     /* What a token needs besides s. */
     KVPRIM_NCCL_DEVICE void prepare(const params &p, thread &me, token &t)
     {
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++) {
             t.weight[k] = load(p, me, p.weight, 0, 0, k);
             t.residual[k] =
@@ -2033,7 +1998,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     KVPRIM_NCCL_DEVICE void begin_alone(const params &p, thread &me, token &t)
     {
         t.token = me.block;
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++)
             t.r[k] = load(p, me, p.send, t.token, p.send_stride, k);
         prepare(p, me, t);
@@ -2042,7 +2006,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     /* r from s, and the squares. */
     KVPRIM_NCCL_DEVICE void add(const params &p, thread &me, token &t)
     {
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++) {
             float f[8];
             if (!usual && p.sum)
@@ -2053,7 +2016,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
                 store(p, me, p.residual_out, t, p.residual_out_stride, k);
             kvpn_split_pack<T>(t.r[k], f);
             t.squares[k] = 0;
-            KVPRIM_NCCL_UNROLL
             for (int e = 0; e < 8; e++)
                 t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
         }
@@ -2063,17 +2025,13 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     KVPRIM_NCCL_DEVICE void multiply(const params &p, thread &me, float total, token &t)
     {
         const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++) {
             float f[8], w[8];
             kvpn_split_pack<T>(t.r[k], f);
             kvpn_split_pack<T>(t.weight[k], w);
-            if (!usual && p.weight_plus_one) {
-                KVPRIM_NCCL_UNROLL
+            if (!usual && p.weight_plus_one)
                 for (int e = 0; e < 8; e++)
                     w[e] = __fadd_rn(w[e], 1.0f);
-            }
-            KVPRIM_NCCL_UNROLL
             for (int e = 0; e < 8; e++)
                 f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
             t.r[k] = kvpn_join_pack<T>(f);
@@ -2089,7 +2047,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         if (!has(p, me, k))
             return most;
         kvpn_split_pack<T>(t.r[k], f);
-        KVPRIM_NCCL_UNROLL
         for (int e = 0; e < 8; e++)
             most = kvpi_tile_most(most, f[e]);
         return most;
@@ -2111,7 +2068,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     /* q from y. most: of each pack's token or group, if that has a scale of its own. */
     KVPRIM_NCCL_DEVICE void quantise(const params &p, thread &me, const uint32_t *most, const token &t)
     {
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++) {
             const uint32_t number = pack(me, k);
             float f[8], scale = t.scale;
@@ -2170,7 +2126,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     KVPRIM_NCCL_DEVICE void send(const params &p, uint32_t offset, uint4 v)
     {
         kvpn_store_slot(p.peer[1] + offset, kvpn_replace_empty(v));
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 2; k < max_ranks; k++)
             if (k < p.world)
                 kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
@@ -2283,11 +2238,9 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             kvpn_cluster_wait();
             return;
         }
-        if (lane == 0) {
-            KVPRIM_NCCL_UNROLL
+        if (lane == 0)
             for (uint32_t k = 0; k < packs; k++)
                 groups[pack(me, k) / kvpn_norm_lanes] = found[k];
-        }
         if ((int)is::rows == 1 || blockDim.y == 1)
             __syncthreads();
         else
@@ -2299,16 +2252,13 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     {
         const uint32_t at = me.thread % kvpn_norm_lanes;
         float found[packs];
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++) {
             found[k] = t.squares[k];
-            KVPRIM_NCCL_UNROLL
             for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
                 found[k] = __fadd_rn(found[k], __shfl_xor_sync(0xffffffff, found[k], lane));
         }
         meet(p, me, groups, found);
         float all = is::two_groups ? __fadd_rn(groups[2 * at], groups[2 * at + 1]) : groups[at];
-        KVPRIM_NCCL_UNROLL
         for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
             all = __fadd_rn(all, __shfl_xor_sync(0xffffffff, all, lane));
         return all;
@@ -2316,7 +2266,6 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
 
     template <int lanes> KVPRIM_NCCL_DEVICE uint32_t largest_of(uint32_t most)
     {
-        KVPRIM_NCCL_UNROLL
         for (int distance = 1; distance < lanes; distance *= 2)
             most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
         return most;
@@ -2328,18 +2277,15 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         const uint32_t at = me.thread % kvpn_norm_lanes;
         float found[packs];
         uint32_t all = 0;
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++)
             all = most_of(p, me, t, k, all);
         all = largest_of<kvpn_norm_lanes>(all);
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++)
             found[k] = __uint_as_float(all);
         meet(p, me, groups, found);
         all = largest_of<kvpn_norm_lanes>(
             is::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]), __float_as_uint(groups[2 * at + 1]))
                            : __float_as_uint(groups[at]));
-        KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++)
             most[k] = all;
     }
@@ -2365,13 +2311,11 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         multiply(p, me, total(p, me, m.found[meetings++ % 2], t), t);
         if (!quantises(p))
             return;
-        if (p.scales == kvpn_of_token) {
+        if (p.scales == kvpn_of_token)
             largest(p, me, m.found[meetings++ % 2], t, most);
-        } else if (p.scales != kvpn_of_tensor) {
-            KVPRIM_NCCL_UNROLL
+        else if (p.scales != kvpn_of_tensor)
             for (uint32_t k = 0; k < packs; k++)
                 most[k] = largest_of<kvpn_norm_group_packs>(most_of(p, me, t, k, 0));
-        }
         quantise(p, me, most, t);
     }
 #endif

@@ -17,6 +17,7 @@
 #define __host__
 #define __shared__ static
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define KVPRIM_UNROLL
@@ -223,15 +224,15 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
 }
 
 /* What kvprim_cuda.cuh leaves to PTX and to CUDA's runtime. */
-static inline void kvpc_pdl_wait()
+static inline void kvpc_pdl_wait(bool waits = true)
 {
-    kvprim_emulate_waits += kvprim_emulate_dependent;
-    kvprim_emulate_ready = true;
+    kvprim_emulate_waits += waits && kvprim_emulate_dependent;
+    kvprim_emulate_ready = kvprim_emulate_ready || waits;
 }
 
-static inline void kvpc_pdl_trigger()
+static inline void kvpc_pdl_trigger(bool now = true)
 {
-    kvprim_emulate_unasked += !kvprim_emulate_dependent;
+    kvprim_emulate_unasked += now && !kvprim_emulate_dependent;
 }
 
 static inline bool kvpc_leaves_room(uint32_t)
