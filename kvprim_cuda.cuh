@@ -2092,8 +2092,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 {
     uint32_t i, at;
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
-    if (dependence == kvpc_trigger_first)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(dependence == kvpc_trigger_first);
     if (!kvpc_find_thread(p, true, 1, &i, &at, routes == 1 ? p.apart : 0) || at >= 16 * p.octets)
         return;
     const uint32_t second = routes == 1 ? blockIdx.x & p.apart : 0;
@@ -2105,10 +2104,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         scale_at[m] = kvpc_tile_at(p, p.route[m + second], p.route[m + second].scales, at / 16);
         kvpc_settle(src[m]), kvpc_settle(scale_at[m]);
     }
-    if (dependence != kvpc_alone)
-        kvpc_pdl_wait();
-    if (dependence == kvpc_trigger_late) /* after the loads it would be compiled to wait for them */
-        kvpc_pdl_trigger();
+    kvpc_pdl_wait(dependence != kvpc_alone);
+    kvpc_pdl_trigger(dependence == kvpc_trigger_late); /* after the loads it would be compiled to wait for them */
     const kvpc_index x = kvpc_find_row(p, index_at, (how & kvpc_wide_index) != 0);
     uint4 v[routes];
     float scale[routes];
@@ -2156,8 +2153,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const bool by_fours = loads > 1 && (how & kvpc_by_fours); /* few rows by eights would take 1.05 times as long */
     const uint64_t index_at = kvpc_index_at(p, any ? i : 0);
     kvpc_settle(index_at);
-    if (dependence != kvpc_alone)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(dependence != kvpc_alone);
     kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
     kvpc_settle_index(x);
     if (!any) /* few rows: as kvpc_gather_kernel */
@@ -2210,8 +2206,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
                 scale[k] = kvpc_load_scale(kvpc_tile_at(p, s, row, octet), (how & kvpc_e8m0) != 0);
         }
     }
-    if (dependence != kvpc_alone && (loads == 1 || dependence == kvpc_trigger_first))
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(dependence != kvpc_alone && (loads == 1 || dependence == kvpc_trigger_first));
     const uint64_t dst = kvpc_row_at(s.dst + at, i, s.dst_stride);
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t in[2] = {v[k].x, v[k].y};
@@ -2233,8 +2228,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     }
     if (copies)
         kvpc_store16(kvpc_row_at(p.route[1].dst + 16 * word, i, p.route[1].dst_stride), copied);
-    if (dependence == kvpc_trigger_late && loads > 1)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(dependence == kvpc_trigger_late && loads > 1);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -2377,8 +2371,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     const bool exact = loads < 8;          /* a tile is tile_lanes * loads octets */
     const bool late = kind == kvpc_4_bits; /* the trigger: parameters would wait for `how`, 0.08 us */
-    if (!late && dependence == kvpc_trigger_first)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(!late && dependence == kvpc_trigger_first);
     const kvpc_tile_thread t = kvpc_find_tile_thread<kind, loads>(p);
     const uint32_t i = t.row, lane = t.lane, tile = t.tile, lanes = t.lanes, in_tile = t.in_tile, first = t.first;
     const bool any = t.any, copies = t.copies, second = copies || blockIdx.x;
@@ -2388,12 +2381,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint64_t src = kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
                                      second ? p.src_stride[1] : p.src_stride[0]);
     kvpc_settle(index_at), kvpc_settle(src);
-    if (late && dependence == kvpc_trigger_first)
-        kvpc_pdl_trigger();
-    if (dependence != kvpc_alone)
-        kvpc_pdl_wait();
-    if (dependence == kvpc_trigger_late)
-        kvpc_pdl_trigger();
+    kvpc_pdl_trigger(late && dependence == kvpc_trigger_first);
+    kvpc_pdl_wait(dependence != kvpc_alone);
+    kvpc_pdl_trigger(dependence == kvpc_trigger_late);
     kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
     uint4 v[loads];
     bool has[loads];
@@ -2484,13 +2474,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint64_t src =
         kvpc_row_at(p.src[0] + 16 * first + second * p.src[1], row, p.src_stride[0] + second * p.src_stride[1]);
     kvpc_settle(index_at), kvpc_settle(src);
-    if (dependence != kvpc_alone) {
-        if (dependence == kvpc_trigger_first)
-            kvpc_pdl_trigger();
-        kvpc_pdl_wait();
-        if (dependence == kvpc_trigger_late)
-            kvpc_pdl_trigger();
-    }
+    kvpc_pdl_trigger(dependence == kvpc_trigger_first);
+    kvpc_pdl_wait(dependence != kvpc_alone);
+    kvpc_pdl_trigger(dependence == kvpc_trigger_late);
     kvpc_index x = kvpc_load_index(index_at, (how & kvpc_wide_index) != 0);
     const uint4 v = kvpc_load16(src);
     const kvpc_route &s = p.route[second];
