@@ -4764,8 +4764,7 @@ static __global__ void __launch_bounds__(threads, 1)
 {
     const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
     const number in_block = blockDim.x >> p.lanes_shift;
-    if (p.pdl)
-        kvpc_pdl_wait();
+    kvpc_pdl_wait(p.pdl);
     for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total;
          work += gridDim.x * in_block) {
         kvpc_stretch<number> s = kvpc_find_span<four>(p, work);
