@@ -212,13 +212,15 @@ compiler_with()
     return 1
 }
 
-# implemented FLAGS: compiles kvprim.h's implementation with $cc and sanitizers, and sets object. It takes most of the
-# time that a program takes, so it is compiled once, for several programs, with KVPRIM_DEBUG, which only checks more.
+# implemented FLAGS: compiles test_kvprim with $cc and sanitizers, and so kvprim.h's implementation, and sets object.
+# That takes most of the time that a program takes, so it is compiled once, for several programs, with KVPRIM_DEBUG,
+# which only checks more. Those have a main() of their own; the object with $run_tests is test_kvprim.
 implemented()
 {
     case $1 in *thread*) object=build/implemented_threads.o ;; *) object=build/implemented_address.o ;; esac
-    cell "implementation, $cc $1" once $object $cc -std=c11 -DKVPRIM_DEBUG $1 -c $units/implemented.c
+    cell "test_kvprim, $cc $1" once $object $cc $test_kvprim -DKVPRIM_DEBUG -Dmain=tests $1 -c
 }
+run_tests='-pthread -Wl,--defsym=main=tests'
 
 # linked_sanitized SOURCE FLAGS MORE...: compiles a program that implements kvprim.h, with that implementation.
 linked_sanitized()
@@ -249,9 +251,10 @@ emulated()
     checks=$address
     cxx_with $checks || { cxx=$CXX checks=-O1 launcher=; }
     case $cxx in clang*) cc=clang ;; *) cc=$CC ;; esac # their sanitizers do not mix
-    implemented "$checks"
-    cell "test_cuda_emulated, $cxx $checks" once "$build/test_cuda_emulated" $cxx -std=c++17 -Wall -Wextra $checks \
-        -I. -DKVPRIM_CORE_IMPLEMENTED tests/gpu/test_cuda_emulated.cpp $object
+    cell "test_cuda_emulated, $cxx $checks" once "$build/test_cuda_emulated.o" $cxx -std=c++17 -Wall -Wextra $checks \
+        -I. -DKVPRIM_CORE_IMPLEMENTED -c tests/gpu/test_cuda_emulated.cpp
+    implemented "$checks" # the part core has begun it
+    cell 'test_cuda_emulated linked' $cxx $checks "$build/test_cuda_emulated.o" $object -o "$build/test_cuda_emulated"
     group "test_cuda_emulated compiled, $cxx $checks"
     program "test_cuda_emulated $quick" $launcher "$build/test_cuda_emulated" $quick
     for switch in no_convert no_four_bit no_unpack no_fetch; do
@@ -334,9 +337,10 @@ core()
 {
     checks=$address
     compiler_with $address || { cc=$CC checks=-O1 launcher=; }
-    cell "test_kvprim, $cc $checks" once build/test_address $cc $test_kvprim $checks
+    implemented "$checks"
+    cell 'test_kvprim linked' $cc $checks $object $run_tests -o "$build/test_address"
     group "test_kvprim compiled, $cc $checks"
-    program "test_kvprim, $checks" $launcher build/test_address $quick
+    program "test_kvprim, $checks" $launcher "$build/test_address" $quick
     said test_kvprim
 }
 
@@ -349,7 +353,8 @@ sanitizers()
         group "$cc $address, 02_kv_replay run"
     fi
     if compiler_with $thread; then
-        cell "test_kvprim, $cc $thread" $cc $test_kvprim $thread -o "$build/test_thread"
+        implemented "$thread"
+        cell 'test_kvprim linked' $cc $thread $object $run_tests -o "$build/test_thread"
         group "$cc $thread"
         program 'test_kvprim, threads' $launcher "$build/test_thread" threads
     else
