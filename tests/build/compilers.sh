@@ -51,12 +51,11 @@ reaches()
 {
     api=$1 source=$2
     shift 2
-    "$@" -shared -fPIC -DKVPRIM_EXPORT "$source" -o "$build/plain.so" &&
-        "$@" -shared -fPIC -fvisibility=hidden "-DKVPRIM_API=$api" "$source" -o "$build/marked.so" || return 1
-    for library in plain marked; do
-        nm -D --defined-only "$build/$library.so" | grep -o ' T kvprim_.*' >"$build/$library" || return 1
+    for marks in -DKVPRIM_EXPORT "-DKVPRIM_API=$api"; do
+        "$@" -shared -fPIC -fvisibility=hidden "$marks" "$source" -o "$build/marked.so" || return 1
+        nm -D --defined-only "$build/marked.so" | grep -o ' T kvprim_.*' >"$build/names${marks%%=*}" || return 1
     done
-    diff "$build/plain" "$build/marked"
+    diff "$build/names-DKVPRIM_EXPORT" "$build/names-DKVPRIM_API"
 }
 
 # The same for Windows, where a library without a mark exports all functions, and one mark hides the others.
@@ -174,14 +173,14 @@ zig()
     group "zig cc $($zig version)"
     # Linked by the machine's compiler: zig would first build a C library.
     [ "$isa" ] || { skip 'programs by zig: no gcc or clang'; return; }
-    for source in "$units/isa.c" tests/build/use.c tests/build/main.c; do
-        object=$build/zig_$(basename "$source" .c).o
-        cell "$source, zig" $zig cc -target "$(uname -m)-linux-gnu" -DKVPRIM_CORE_IMPLEMENTATION -O2 -c "$source" \
-            -o "$object"
+    # The first has the implementation.
+    for source in "$units/isa.c -Dmain=tests" tests/build/use.c tests/build/main.c; do
+        object=$build/zig_$(basename "${source% *}" .c).o
+        cell "$source, zig" $zig cc -target "$(uname -m)-linux-gnu" -O2 -c $source -o "$object"
     done
-    cell 'link zig_use' $CC "$build/zig_use.o" "$build/zig_main.o" -o "$build/zig_use"
+    cell 'link zig_use' $CC "$build/zig_use.o" "$build/zig_main.o" "$build/zig_isa.o" -o "$build/zig_use"
     cell 'run zig_use' "$build/zig_use"
-    cell 'link zig_isa' $CC "$build/zig_isa.o" -o "$build/zig_isa"
+    cell 'link zig_isa' $CC "$build/zig_isa.o" $run_tests -o "$build/zig_isa"
     group 'programs by zig'
     program 'isa, zig' "$build/zig_isa" "$isa"
 }
