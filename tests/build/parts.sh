@@ -220,7 +220,8 @@ implemented()
     case $1 in *thread*) object=build/implemented_threads.o ;; *) object=build/implemented_address.o ;; esac
     cell "test_kvprim, $cc $1" once $object $cc $test_kvprim -DKVPRIM_DEBUG -Dmain=tests $1 -c
 }
-run_tests='-pthread -Wl,--defsym=main=tests'
+unit run_tests 'int tests(int, char **);' 'int main(int count, char **words) { return tests(count, words); }'
+run_tests="$build/run_tests.c -pthread"
 
 # linked_sanitized SOURCE FLAGS MORE...: compiles a program that implements kvprim.h, with that implementation.
 linked_sanitized()
