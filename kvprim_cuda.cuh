@@ -684,8 +684,8 @@ typedef struct kvpc_plain {
 } kvpc_plain;
 
 /* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. If rows
-   may have `parts`, blockIdx.x is the part, and up to kvpc_grid_rows blocks of rows have one blockIdx.z. If `apart`,
-   its lowest bit is not the part's: it tells K from V. */
+   may have `parts`, blockIdx.x is the part, and up to kvpc_grid_rows blocks of rows have one blockIdx.z. If `apart` is
+   1, the part is blockIdx.x without its lowest bit, which tells K from V. */
 template <class params>
 KVPRIM_DEVICE bool kvpc_find_thread(const params &p, bool parts, uint32_t loads, uint32_t *row, uint32_t *at,
                                     uint32_t apart = 0)
@@ -1865,7 +1865,7 @@ typedef struct kvpc_convert {
     uint32_t count, row_magic;
     uint32_t block_rows, row_threads;
     uint32_t octets;    /* of the longest route */
-    uint32_t k_threads; /* of kvpc_convert_tiles, as are lanes_shift, tile_octets, v_magic and v_words */
+    uint32_t k_threads; /* of kvpc_convert_tiles, as are lanes_shift, tile_octets and v_magic */
     union {
         uint32_t lanes_shift;
         uint32_t apart; /* of stores whose scales are given: 1 if blocks move K or V, by the lowest bit of blockIdx.x */
@@ -2235,8 +2235,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 
 /* >>impl_convert_tiles --------------------------------------------------------------------------------------------- */
 
-/* The largest magnitudes of the `lanes` threads of a tile, a power of two: one or two as a rule, or mostly 8 or 16,
-   where a loop takes longer than a shuffle for nothing. */
+/* The largest magnitudes of the `lanes` threads of a tile, a power of two. With `one_or_two` there are so few as a
+   rule, and a loop suits them. Otherwise there are mostly 8 or 16, and a loop would take longer than the few shuffles
+   that change nothing. */
 template <kvprim_dtype from, bool one_or_two> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
 {
     if (one_or_two) {
@@ -2445,7 +2446,7 @@ template <kvprim_dtype from> KVPRIM_DEVICE_SELDOM uint2 kvpc_scale_octet_seldom(
     return kvpc_encode_octet(how, x.e);
 }
 
-/* By a scale that is usual. */
+/* The same by a scale that is usual: see kvpc_is_unusual. */
 template <kvprim_dtype from> KVPRIM_DEVICE uint2 kvpc_scale_octet(uint32_t how, uint4 v, float scale)
 {
     const uint32_t in[4] = {v.x, v.y, v.z, v.w};
@@ -2459,7 +2460,9 @@ template <kvprim_dtype from> KVPRIM_DEVICE uint2 kvpc_scale_octet(uint32_t how, 
 }
 
 /* Stores few tiles of 8 bits: see kvpc_convert_tiles. Each instruction takes 1 to 2 ns, as it must be fetched, and each
-   line of parameters 40, also after the loads (H200). So there are few of both, and nothing rare but in functions. */
+   line of parameters 40, also after the loads (H200). So there are few of both, and nothing rare except in functions.
+   Few rows need no blockIdx.z, and no edges fetched. */
+static_assert(kvpc_few_bytes / 32 <= UINT16_MAX, "few tiles' rows, of 32 bytes or more, are counted by blockIdx.y");
 template <kvprim_dtype from>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_few_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
@@ -3687,7 +3690,8 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
         p->scale_edges = scales;
 }
 
-/* What scales are computed by. */
+/* What scales are computed by. Where these are powers of two, elements may be multiplied or divided, with the same
+   result: `few` tiles are multiplied, others of 8 bits divided. */
 static void kvpc_set_tile_format(kvpc_convert_tiles *p, const kvprim_format &f, bool few)
 {
     const bool packed = f.dtype == KVPRIM_F4E2M1, tensor = p->route[0].tensor || p->route[1].tensor;
@@ -3777,7 +3781,8 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *k,
     return kvpc_start_convert(call, kernel, tables, threads, bytes, p);
 }
 
-/* Gathers, and stores whose scales are given. Many rows stored alone are two halves, INT8 otherwise K and nothing. */
+/* Gathers, and stores whose scales are given. Many rows stored alone are two halves, INT8 otherwise K and nothing. K
+   and V that are equally long and up to 2 MB together have blocks `apart`, except of INT8. */
 static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m, bool alone, kvpc_convert *p)
 {
     const bool packed = m->zero && m->src.format.dtype == KVPRIM_F4E2M1;

@@ -333,6 +333,10 @@ static const choice_case pair_choices[] = {
     {"unlike rows, more of V", "C", [](choice &c) { with_v(c), with_scale(c, no_scale), c.v.elements = 320; }},
     {"unlike rows, scales of heads", "C",
      [](choice &c) { with_v(c), with_scale(c, KVPRIM_SCALE_HEAD), c.v.elements = 128; }},
+    {"V comes from rows further apart, one scale", "C",
+     [](choice &c) { with_v(c), with_scale(c, KVPRIM_SCALE_TENSOR), c.v.large_pad = 16; }},
+    {"V's scales are further apart, scales of heads", "C",
+     [](choice &c) { with_v(c), with_scale(c, KVPRIM_SCALE_HEAD), c.v.f.scale_tile_stride = 12; }},
     {"like rows in heads, one scale", "C",
      [](choice &c) {
          with_v(c), with_scale(c, KVPRIM_SCALE_TENSOR), c.k.heads = c.v.heads = 2, c.k.head_gap = c.v.head_gap = 16;
@@ -377,6 +381,7 @@ static const choice_case pair_choices[] = {
 /* How threads share tiles and rows. H: threads take an octet of each half of K's rows. */
 static const choice_case shape_choices[] = {
     {"tiles of 1 octet of two", "T", [](choice &c) { with_v(c), with_elements(c, 256, 8); }},
+    {"fewer tiles than a warp has room for", "T", [](choice &c) { with_elements(c, 320, 64), with_many(c, 1); }},
     {"tiles of 2 octets", "T", [](choice &c) { with_elements(c, 256, 16); }},
     {"tiles of 3 octets", "T", [](choice &c) { with_elements(c, 264, 24); }},
     {"tiles of 32 octets", "T", [](choice &c) { with_elements(c, 512, 256); }},

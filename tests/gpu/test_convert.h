@@ -978,6 +978,54 @@ static void convert_packed_boundaries(arena *a)
     }
 }
 
+/* Tiles of k times 448 and times the midpoints of E4M3's numbers from 16 to 32. Divided by k these are ties, which
+   products with the rounded inverse of k often miss. */
+static void convert_ties(arena *a)
+{
+    const int64_t tiles = 63, tile = 16, elements = tiles * tile;
+    for (const bool inverse : {false, true}) {
+        convert_call call = {};
+        kvprim_format *const f = &call.dst.full;
+        empty(a);
+        place_plain(a, &call.src, KVPRIM_F16, {0, 0}, 1, elements, 1);
+        for (int64_t e = 0; e < elements; e++) {
+            const int64_t k = 1 + e / tile, times = e % tile ? 17 + 2 * (e % 8) : 448;
+            const uint16_t x = uint16_t((bits_of_float(float(k * times)) - 0x38000000) >> 13);
+            memcpy(static_cast<char *>(call.src.table.data) + 2 * e, &x, 2);
+        }
+        *f = format_of(KVPRIM_F8E4M3);
+        f->scale = KVPRIM_SCALE_TILE, f->scale_dtype = KVPRIM_F32, f->tile = tile, f->scale_inverse = inverse;
+        f->scales = reserve(a, size_t(4 * tiles), 0);
+        f->scale_tile_stride = 4, f->scale_stride = 4 * tiles;
+        call.dst.table = table_of(reserve(a, size_t(elements), 0), 1, elements);
+        call.dst.row_bytes = elements;
+        give_formats(&call);
+        const int32_t *const slot = place_identity(a, 1);
+        const kvprim_store_desc d =
+            store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, 1, nullptr);
+        CHECK(try_convert(a, &d, &call, "ties") == RAN);
+    }
+}
+
+/* All slots are past the table. Each is counted once: not by V, too, nor by threads past the last row, which read the
+   first slot. */
+static void convert_past(arena *a)
+{
+    for (int scale = 0; scale <= KVPRIM_SCALE_TILE; scale++) {
+        convert_case c = convert_case_of(16, KVPRIM_F8E4M3, KVPRIM_BF16, scale);
+        convert_call call = {};
+        empty(a);
+        c.form = CONVERT_STORE, c.v = V_CONVERTS, c.where = OWN_MEMORY, c.dst = c.src = {0, 0};
+        c.count = 3, c.rows = 5;
+        make_convert(a, &c, &call);
+        int32_t *const slot = place_identity(a, c.count);
+        for (int64_t i = 0; i < c.count; i++)
+            slot[i] += int32_t(c.rows);
+        call.store.slot = slot;
+        CHECK(call.store.rejected && try_convert(a, &call.store, &call, "slots past the table") == RAN);
+    }
+}
+
 /* Heads that begin inside 16 bytes, in rows that do not. */
 static void convert_heads_apart(arena *a)
 {

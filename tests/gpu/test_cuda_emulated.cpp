@@ -68,8 +68,11 @@ static void check_launches(const char *wanted)
         fail("%s: launches %s, not %s", current, letters.c_str(), wanted);
 }
 
+static bool moved_apart; /* blocks of their own have stored K and V whose scales are given */
+
 static void kvprim_emulate_note(const kvpc_convert &p)
 {
+    moved_apart = moved_apart || p.apart;
     letters += p.route[1].octet ? 'H' : 'C';
 }
 
@@ -1758,6 +1761,7 @@ static void test_convert_kernels()
 {
     CHECK(ran(kvpc_convert_kernel<uint32_t, kvpc_convert_threads, false>));
     CHECK(ran(kvpc_convert_kernel<uint64_t, kvpc_convert_wide_threads, true>));
+    CHECK(moved_apart && ran(kvpc_convert_few_kernel<KVPRIM_BF16>) && ran(kvpc_convert_few_kernel<KVPRIM_F16>));
     CHECK(ran(kvpc_convert_tiles_kernel<KVPRIM_BF16, kvpc_4_bits, 2>));
     CHECK(ran(kvpc_convert_tiles_kernel<KVPRIM_F16, kvpc_4_bits, 2>));
     CHECK(ran(kvpc_convert_gather_kernel<KVPRIM_BF16, kvpc_4_bits, 2>));
