@@ -2147,7 +2147,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     uint32_t i, at;
     const bool any = kvpc_find_thread(p, true, loads, &i, &at);
-    if (loads > 1 && !any)
+    if (loads > 1 && !any) /* many rows would take 1.02 of the time if they left later */
         return;
     const uint32_t first = at / 16, step = p.row_threads;
     const bool by_fours = loads > 1 && (how & kvpc_by_fours); /* few rows by eights would take 1.05 times as long */
@@ -2254,11 +2254,11 @@ template <kvprim_dtype from, bool one_or_two> KVPRIM_DEVICE uint32_t kvpc_most_o
     return most;
 }
 
-/* Scales a thread's octets of a tile by what its largest magnitudes, `most`, say, and stores them `apart` octets from
+/* Scales a thread's octets of a tile by what its largest magnitudes, `most`, say, and stores them `step` octets from
    each other. The thread that `begins` the tile stores the scale. */
 template <kvprim_dtype from, int kind, uint32_t loads>
 KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const kvpc_route &s, const uint4 *v, uint32_t most,
-                                   uint64_t dst, uint32_t apart, const bool *has, uint64_t scale_at, bool inside,
+                                   uint64_t dst, uint32_t step, const bool *has, uint64_t scale_at, bool inside,
                                    bool begins)
 {
     const uint32_t how = p.how;
@@ -2267,7 +2267,7 @@ KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const kvpc_route &s, c
     uint64_t to[loads];
     bool stores[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        to[k] = dst + 8 * k * apart;
+        to[k] = dst + 8 * k * step;
         stores[k] = has[k] && inside;
     }
     kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
@@ -2376,7 +2376,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const kvpc_tile_thread t = kvpc_find_tile_thread<kind, loads>(p);
     const uint32_t i = t.row, lane = t.lane, tile = t.tile, lanes = t.lanes, in_tile = t.in_tile, first = t.first;
     const bool any = t.any, copies = t.copies, second = copies || blockIdx.x;
-    const uint32_t apart = kind == kvpc_4_bits ? 1 : lanes; /* two octets of 4 bits make one store */
+    const uint32_t step = kind == kvpc_4_bits ? 1 : lanes; /* two octets of 4 bits make one store */
     const kvpc_route &s = p.route[second];
     const uint64_t index_at = kvpc_index_at(p, any ? i : 0);
     const uint64_t src = kvpc_row_at((second ? p.src[1] : p.src[0]) + 16 * first, any ? i : 0,
@@ -2392,7 +2392,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         has[k] = any && (exact || in_tile + k * lanes < p.tile_octets);
         v[k] = uint4{0, 0, 0, 0};
         if (exact || has[k])
-            v[k] = kvpc_load16(src + (copies ? 0 : 16 * k * apart));
+            v[k] = kvpc_load16(src + (copies ? 0 : 16 * k * step));
     }
     const float outer = kind == kvpc_4_bits ? kvpc_load_tensor(s.tensor) : 1;
     /* All that the index and the words are not needed for, while they are on their way. */
@@ -2422,7 +2422,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (kind == kvpc_4_bits)
         kvpc_store_rounds<from>(p, second, v, outer, lanes, src, dst, scale_at, x.inside, in_tile == 0);
     else
-        kvpc_store_tile<from, kind, loads>(p, s, v, most, dst, apart, has, scale_at, x.inside, in_tile == 0);
+        kvpc_store_tile<from, kind, loads>(p, s, v, most, dst, step, has, scale_at, x.inside, in_tile == 0);
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p, x);
 }
@@ -3725,12 +3725,13 @@ static uint32_t kvpc_set_rounds(kvpc_convert_tiles *p, uint32_t heads, uint32_t 
     return lanes;
 }
 
-/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's. */
+/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's.
+   Where tiles are few, V's source becomes a difference, and v_words a sum: see kvpc_convert_tiles. */
 static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t tables, uint32_t most, bool few)
 {
-    const uint32_t tile = 1u << p->lanes_shift, apart = few ? 0 : p->v_words;
+    const uint32_t tile = 1u << p->lanes_shift, v_lanes = few ? 0 : p->v_words;
     uint32_t rows = 1, row = few ? kvpc_parts_of(lanes + p->v_words, tile) * tile : lanes; /* tiles lie in one warp */
-    while (kvpc_whole_warps(2 * rows * row) + kvpc_whole_warps(2 * rows * apart) <= most &&
+    while (kvpc_whole_warps(2 * rows * row) + kvpc_whole_warps(2 * rows * v_lanes) <= most &&
            kvpc_parts_of(p->count, 2 * rows) * tables >= kvpc_multiprocessors())
         rows *= 2;
     const uint32_t threads = kvpc_whole_warps(rows * row);
@@ -3739,13 +3740,13 @@ static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t table
     p->block_rows = rows;
     p->row_magic = (65536 + row - 1) / row;
     p->k_threads = few ? lanes : threads;
-    if (apart)
-        p->v_magic = (65536 + apart - 1) / apart;
+    if (v_lanes)
+        p->v_magic = (65536 + v_lanes - 1) / v_lanes;
     if (few && p->v_words) /* V's first word is that of thread k_threads */
         p->src[1] -= 16 * lanes, p->route[1].dst -= 16 * lanes;
     if (few)
         p->v_words += lanes, p->src[1] -= p->src[0], p->src_stride[1] -= p->src_stride[0];
-    return threads + kvpc_whole_warps(rows * apart);
+    return threads + kvpc_whole_warps(rows * v_lanes);
 }
 
 /* Stores that compute scales; v may be NULL. tables: 2 if V has tiles, too. */
@@ -3791,7 +3792,7 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
     const uint64_t bytes = (uint64_t)p->count * (p->route[0].octets + p->route[1].octets) * 16;
     const bool many = bytes > kvpc_few_bytes, halves = !m->zero && alone && many && p->octets % 2 == 0;
     const bool apart = !m->zero && !alone && !int8 && bytes <= 2 * kvpc_few_bytes &&
-                       p->route[0].octets == p->route[1].octets; /* 0.9 to 0.97 of the time of both in a thread */
+                       p->route[0].octets == p->route[1].octets; /* 0.9 to 0.97 of both's time (H200) */
     const uint32_t routes = m->zero || apart || (alone && !halves && !int8) ? 1 : 2;
     const uint32_t loads = m->zero && (many || int8 || packed || p->how & kvpc_by_fours || p->v_words) ? 2 : 1;
     for (size_t k = 0; !m->zero && many && k < (alone ? 1 : 2); k++)
