@@ -2147,7 +2147,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     uint32_t i, at;
     const bool any = kvpc_find_thread(p, true, loads, &i, &at);
-    if (loads > 1 && !any) /* many rows would take 1.02 of the time if they left later */
+    if (loads > 1 && !any) /* many rows would take up to 1.03 of the time if they left later */
         return;
     const uint32_t first = at / 16, step = p.row_threads;
     const bool by_fours = loads > 1 && (how & kvpc_by_fours); /* few rows by eights would take 1.05 times as long */
@@ -2271,7 +2271,7 @@ KVPRIM_DEVICE void kvpc_store_tile(const kvpc_convert &p, const kvpc_route &s, c
         stores[k] = has[k] && inside;
     }
     kvpc_store_octets<from, kind, loads, false>(how, p.nans, to, v, &scale, stores);
-    if (inside && begins) /* without this branch, many rows take 1.03 of the time with PDL (H200) */
+    if (inside && begins) /* without this branch, many rows take longer with PDL (H200) */
         kvpc_store_scale(true, scale_at, scale, (how & kvpc_e8m0) != 0);
 }
 
@@ -2459,10 +2459,10 @@ template <kvprim_dtype from> KVPRIM_DEVICE uint2 kvpc_scale_octet(uint32_t how, 
     return kvpc_encode_octet(how, x);
 }
 
-/* Stores few tiles of 8 bits: see kvpc_convert_tiles. Each instruction takes 1 to 2 ns, as it must be fetched, and each
-   line of parameters 40, also after the loads (H200). So there are few of both, and nothing rare except in functions.
-   Few rows need no blockIdx.z, and no edges fetched. */
 static_assert(kvpc_few_bytes / 32 <= UINT16_MAX, "few tiles' rows, of 32 bytes or more, are counted by blockIdx.y");
+
+/* Stores few tiles of 8 bits: see kvpc_convert_tiles. Each instruction takes 1 to 2 ns, as it must be fetched, and each
+   line of parameters about 40 (H200): there are few of both, and what is rare lies in functions or at the end. */
 template <kvprim_dtype from>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_few_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
@@ -3792,7 +3792,7 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
     const uint64_t bytes = (uint64_t)p->count * (p->route[0].octets + p->route[1].octets) * 16;
     const bool many = bytes > kvpc_few_bytes, halves = !m->zero && alone && many && p->octets % 2 == 0;
     const bool apart = !m->zero && !alone && !int8 && bytes <= 2 * kvpc_few_bytes &&
-                       p->route[0].octets == p->route[1].octets; /* 0.9 to 0.97 of both's time (H200) */
+                       p->route[0].octets == p->route[1].octets; /* 0.93 to 1.00 of both's time (H200) */
     const uint32_t routes = m->zero || apart || (alone && !halves && !int8) ? 1 : 2;
     const uint32_t loads = m->zero && (many || int8 || packed || p->how & kvpc_by_fours || p->v_words) ? 2 : 1;
     for (size_t k = 0; !m->zero && many && k < (alone ? 1 : 2); k++)
