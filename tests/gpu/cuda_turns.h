@@ -173,23 +173,14 @@ static inline uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
     return thread % 32 >= distance ? given[thread - distance] : value;
 }
 
-static inline uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask)
+/* If only the threads of a group call it together, they have passed equally many barriers, as nothing else is one. */
+static inline uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask, uint32_t = UINT32_MAX)
 {
     const unsigned thread = turns.now;
     std::vector<uint32_t> &given = turns.given[turns.turn % 2];
     given[thread] = value;
     turns_leave(false);
     return given[thread ^ mask];
-}
-
-/* Only the threads of a group call it together. They have passed equally many barriers, as nothing else is one. */
-static inline uint32_t kvpc_group_xor(uint32_t value, uint32_t distance, uint32_t)
-{
-    const unsigned thread = turns.now;
-    std::vector<uint32_t> &given = turns.given[turns.turn % 2];
-    given[thread] = value;
-    turns_leave(false);
-    return given[thread ^ distance];
 }
 
 #endif
