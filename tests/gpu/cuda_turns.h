@@ -5,6 +5,8 @@
 #define CUDA_TURNS_H
 
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 #include <vector>
@@ -174,13 +176,18 @@ static inline uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
 }
 
 /* If only the threads of a group call it together, they have passed equally many barriers, as nothing else is one. */
-static inline uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask, uint32_t = UINT32_MAX)
+static inline uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask, uint32_t members = UINT32_MAX)
 {
-    const unsigned thread = turns.now;
+    const unsigned thread = turns.now, other = thread ^ mask;
     std::vector<uint32_t> &given = turns.given[turns.turn % 2];
+    if (!(members >> thread % 32 & members >> other % 32 & 1)) {
+        printf("FAIL threads %u and %u meet in a shuffle of the members %08x\n", thread, other, members);
+        fflush(stdout);
+        abort();
+    }
     given[thread] = value;
     turns_leave(false);
-    return given[thread ^ mask];
+    return given[other];
 }
 
 #endif

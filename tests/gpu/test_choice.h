@@ -239,6 +239,8 @@ static const choice_case plain_choices[] = {
     {"cache from 8 bytes on", "T", [](choice &c) { c.k.align = 8; }},
     {"cache from 4 bytes on", "T", [](choice &c) { c.k.align = 4; }},
     {"cache from 2 bytes on", "G", [](choice &c) { with_scale(c, KVPRIM_SCALE_TENSOR), c.k.align = 2; }},
+    {"one scale multiplies, cache from 4 bytes on", "C",
+     [](choice &c) { with_scale(c, KVPRIM_SCALE_TENSOR), c.k.f.scale_inverse = 1, c.k.align = 4; }},
     {"gather from 4 bytes on", "C", [](choice &c) { with_gather(c), c.k.align = 4; }},
     {"cache of fp32 from 4 bytes on", "G", [](choice &c) { c.k.align = 4, c.k.large = KVPRIM_F32; }},
     {"cache rows 8 bytes further", "T", [](choice &c) { c.k.pad = 8; }},
