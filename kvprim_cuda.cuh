@@ -1818,7 +1818,7 @@ typedef struct kvpc_route {
         float largest; /* the type's largest value */
     };
     union {
-        uint32_t edges; /* bytes of a row whose edges are fetched first, or 0 */
+        uint32_t edges; /* bytes of a row whose edges are fetched, or 0 */
         float inverse;  /* of `largest` */
     };
 } kvpc_route;
@@ -2073,7 +2073,7 @@ template <kvprim_dtype from> KVPRIM_DEVICE uint2 kvpc_pack_octets(const uint4 *v
     return uint2{out[0], out[1]};
 }
 
-/* An octet of E4M3 or E5M2, the latter by a selection, which is faster than a branch. */
+/* An octet of E4M3 or E5M2, the latter by a selection, which is faster than a branch (H200). */
 KVPRIM_DEVICE uint2 kvpc_encode_octet(uint32_t how, const float *x)
 {
     uint32_t e4m3[2], e5m2[2];
@@ -2082,8 +2082,7 @@ KVPRIM_DEVICE uint2 kvpc_encode_octet(uint32_t how, const float *x)
     return uint2{how & kvpc_e5m2 ? e5m2[0] : e4m3[0], how & kvpc_e5m2 ? e5m2[1] : e4m3[1]};
 }
 
-/* An octet of fp16 or bf16 by a scale that is usual: see kvpc_is_unusual. A scale that is `given` divides it, without a
-   branch: stores of 1 to 64 rows take 0.95 to 0.99 of the time with PDL, else 0.99 to 1.03 (H200). */
+/* An octet of fp16 or bf16 by a scale that is usual: see kvpc_is_unusual. A scale that is `given` divides it. */
 template <kvprim_dtype from, bool given> KVPRIM_DEVICE uint2 kvpc_scale_octet(uint32_t how, uint4 v, float scale)
 {
     const uint32_t in[4] = {v.x, v.y, v.z, v.w};
@@ -2096,7 +2095,7 @@ template <kvprim_dtype from, bool given> KVPRIM_DEVICE uint2 kvpc_scale_octet(ui
     return kvpc_encode_octet(how, x);
 }
 
-/* The same by other scales. A function for the same reason as kvpc_compute_scale_seldom. */
+/* The same by any scale, or times it if it is `given`, or its reciprocal. A function: see kvpc_compute_scale_seldom. */
 template <kvprim_dtype from, bool given>
 KVPRIM_DEVICE_SELDOM uint2 kvpc_scale_octet_seldom(uint32_t how, uint4 v, float scale)
 {
@@ -2118,6 +2117,7 @@ template <kvprim_dtype from, int kind, uint32_t routes>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
+    static_assert(kind == kvpc_8_bits || routes == 2, "of one route there are only 8-bit floats");
     uint32_t i, at;
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     kvpc_pdl_trigger(dependence == kvpc_trigger_first);
@@ -2161,7 +2161,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     }
     if (routes > 1) {
         kvpc_store_octets<from, kind, routes, true>(how, p.nans, dst, v, scale, stores);
-    } else {
+    } else { /* no branch before the store: 1 to 64 rows take 0.95-1.00 of the time with PDL, else 0.99-1.03 (H200) */
         const bool seldom = !(how & kvpc_divides) || kvpc_is_unusual(scale[0]);
         kvpc_store_octet(stores[0] && !seldom, how, dst[0], kvpc_scale_octet<from, true>(how, v[0], scale[0]));
         if (KVPRIM_UNLIKELY(seldom))
@@ -3670,9 +3670,9 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
 {
     const kvprim_format &f = dst->format;
     const int64_t head = dst->piece_bytes + kvpi_dtype_bytes(f.scale_dtype);
-    const int64_t heads = dst->piece_bytes * dst->table.heads;
-    const bool inside = !f.scales && f.scale_offset == heads; /* scales end the row */
-    const uint32_t scales = kvpc_scale_bytes(dst), row = (uint32_t)heads + (inside ? scales : 0);
+    const int64_t elements = dst->piece_bytes * dst->table.heads; /* bytes of a row's */
+    const bool inside = !f.scales && f.scale_offset == elements;
+    const uint32_t scales = kvpc_scale_bytes(dst), row = (uint32_t)elements + (inside ? scales : 0);
     const bool follow_heads = !f.scales && dst->table.heads > 1 && f.scale_offset == dst->piece_bytes &&
                               f.scale_tile_stride == dst->table.head_stride &&
                               f.tile == kvpi_elements_in(f.dtype, dst->piece_bytes);
@@ -3811,7 +3811,7 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
         p->route[1].octet = p->octets;
     }
     if (!m->zero && routes == 1 && !m->dst.format.scale)
-        p->how |= kvpc_divides; /* by 1: see kvpc_scale_octet */
+        p->how |= kvpc_divides; /* by 1, as kvpc_convert_store_kernel multiplies late */
     const uint32_t parts = kvpc_shape_rows(p, 16 * (p->octets + p->v_words), loads, routes) << apart;
     const uint32_t threads = p->block_rows * p->row_threads;
     p->apart = apart;
