@@ -2095,7 +2095,7 @@ template <kvprim_dtype from, bool given> KVPRIM_DEVICE uint2 kvpc_scale_octet(ui
     return kvpc_encode_octet(how, x);
 }
 
-/* The same by any scale, or times it if it is `given`, or its reciprocal. A function: see kvpc_compute_scale_seldom. */
+/* The same by any scale, which is rare. Without kvpc_divides times a given scale, or a computed one's reciprocal. */
 template <kvprim_dtype from, bool given>
 KVPRIM_DEVICE_SELDOM uint2 kvpc_scale_octet_seldom(uint32_t how, uint4 v, float scale)
 {
@@ -2161,7 +2161,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     }
     if (routes > 1) {
         kvpc_store_octets<from, kind, routes, true>(how, p.nans, dst, v, scale, stores);
-    } else { /* no branch before the store: 1 to 64 rows take 0.95-1.00 of the time with PDL, else 0.99-1.03 (H200) */
+    } else { /* no branch before the store, which few rows would wait for with PDL (H200) */
         const bool seldom = !(how & kvpc_divides) || kvpc_is_unusual(scale[0]);
         kvpc_store_octet(stores[0] && !seldom, how, dst[0], kvpc_scale_octet<from, true>(how, v[0], scale[0]));
         if (KVPRIM_UNLIKELY(seldom))
@@ -3670,9 +3670,9 @@ static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, c
 {
     const kvprim_format &f = dst->format;
     const int64_t head = dst->piece_bytes + kvpi_dtype_bytes(f.scale_dtype);
-    const int64_t elements = dst->piece_bytes * dst->table.heads; /* bytes of a row's */
-    const bool inside = !f.scales && f.scale_offset == elements;
-    const uint32_t scales = kvpc_scale_bytes(dst), row = (uint32_t)elements + (inside ? scales : 0);
+    const int64_t row_bytes = dst->piece_bytes * dst->table.heads;
+    const bool inside = !f.scales && f.scale_offset == row_bytes;
+    const uint32_t scales = kvpc_scale_bytes(dst), row = (uint32_t)row_bytes + (inside ? scales : 0);
     const bool follow_heads = !f.scales && dst->table.heads > 1 && f.scale_offset == dst->piece_bytes &&
                               f.scale_tile_stride == dst->table.head_stride &&
                               f.tile == kvpi_elements_in(f.dtype, dst->piece_bytes);
