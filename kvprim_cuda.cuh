@@ -526,15 +526,20 @@ KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
     return address;
 }
 
+/* Reads the line of an address into L2, if `fetches`, without a branch. */
+KVPRIM_DEVICE void kvpc_fetch_line(uint64_t address, bool fetches)
+{
+    asm volatile("{.reg .pred fetches; setp.ne.u32 fetches, %1, 0; @fetches prefetch.global.L2 [%0];}" ::"l"(address),
+                 "r"((uint32_t)fetches));
+}
+
 /* Reads the first and the last granule of a row if the row fills only part of them. Memory writes whole granules:
    of one that a row covers in part the rest is read first. Starting that read now, not when the cache evicts the line,
    saves the time of some hundred bytes. */
-KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
+KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes, bool fetches = true)
 {
-    if (row % kvpc_granule_bytes)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
-    if ((row + bytes) % kvpc_granule_bytes)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + bytes - 1));
+    kvpc_fetch_line(row, fetches && row % kvpc_granule_bytes);
+    kvpc_fetch_line(row + bytes - 1, fetches && (row + bytes) % kvpc_granule_bytes);
 }
 #endif
 
@@ -565,8 +570,7 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
 }
 
 /* Loads the 16-byte words of a thread, word k from from[k]. `exact`: all of them; otherwise those that begin before
-   byte `end` of the row, where word k begins at byte at + k * step. The others become zeros, and all of them do if
-   !reads. */
+   byte `end` of the row, where word k begins at byte at + k * step. The others, and all if !reads, become zeros. */
 template <uint32_t loads, bool exact>
 KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, const uint64_t *from, uint32_t step, uint32_t at, uint32_t end)
 {
@@ -1881,8 +1885,7 @@ static_assert(sizeof(kvpc_route) == 64 && offsetof(kvpc_convert, route) % 64 == 
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, 1 << lanes_shift (up to 32) for each
    tile, and, where V's words are only copied, as many more as these. Other blocks move V if it has tiles, too.
    Of few tiles each thread has one octet: of a row's row_threads, those before k_threads move K, and those from there
-   to v_words V; src[1] and src_stride[1] are then differences, V's less K's. 1 to 64 rows so take 0.87 of the time
-   (H200). */
+   to v_words V; src[1] and src_stride[1] are then differences, V's less K's. 1 to 64 rows take 0.87 of the time. */
 typedef struct kvpc_convert_tiles : kvpc_convert {
     uint32_t edges, scale_edges; /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     uint32_t edge_lanes;         /* a mask: the threads of a row that do so; `edges` are then those of a head */
@@ -2163,11 +2166,10 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_store_octets<from, kind, routes, true>(how, p.nans, dst, v, scale, stores);
     } else { /* no branch before the store, which few rows would wait for with PDL (H200) */
         const bool seldom = !(how & kvpc_divides) || kvpc_is_unusual(scale[0]);
+        kvpc_fetch_edges(dst[0], p.route[second].edges, p.route[second].edges && x.inside && at == 0);
         kvpc_store_octet(stores[0] && !seldom, how, dst[0], kvpc_scale_octet<from, true>(how, v[0], scale[0]));
         if (KVPRIM_UNLIKELY(seldom))
             kvpc_store_octet(stores[0], how, dst[0], kvpc_scale_octet_seldom<from, true>(how, v[0], scale[0]));
-        if (p.route[second].edges && x.inside && at == 0)
-            kvpc_fetch_edges(dst[0], p.route[second].edges);
     }
     if (!x.inside && at == 0 && second == 0)
         kvpc_count_rejected(p, x);
@@ -2382,8 +2384,7 @@ KVPRIM_DEVICE void kvpc_fetch_tile_edges(const kvpc_convert_tiles &p, uint32_t l
         kvpc_fetch_edges(scales, p.scale_edges);
 }
 
-/* What a thread of the kernel below moves. first: its first octet or, if it copies, word. Threads past the last row
-   (!any) read what others do. */
+/* What a thread of the kernel below moves. first: its first octet or word. Threads past the last row (!any) read. */
 typedef struct kvpc_tile_thread {
     uint32_t row, lane, tile, lanes, in_tile, first;
     bool any, copies;
@@ -2479,9 +2480,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     const uint32_t in_block = threadIdx.x * p.row_magic >> 16, lane = threadIdx.x - in_block * p.row_threads;
     const uint32_t i = blockIdx.y * p.block_rows + in_block;
-    const bool any = i < p.count && lane < p.v_words; /* others load what the first thread does, and meet in shuffles */
-    const bool copies = any && lane >= p.k_threads, second = copies || blockIdx.x;
-    const uint32_t first = any ? lane : 0, row = any ? i : 0;
+    const uint32_t first = min(lane, p.v_words - 1), row = min(i, p.count - 1);
+    const bool any = first == lane && row == i; /* others load what some thread does, and meet in shuffles */
+    const bool copies = first >= p.k_threads, second = copies || blockIdx.x;
     const uint64_t index_at = kvpc_index_at(p, row);
     const uint64_t src =
         kvpc_row_at(p.src[0] + 16 * first + second * p.src[1], row, p.src_stride[0] + second * p.src_stride[1]);
@@ -2511,9 +2512,10 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const float scale =
         kvpc_tile_scale(kvpc_most_of<from>(most), s.largest, s.inverse, s.least, (how & kvpc_power_of_two) != 0);
     kvpc_store_scale(stores && (lane & (lanes - 1)) == 0, scale_at, scale, (how & kvpc_e8m0) != 0);
-    const uint2 out = KVPRIM_UNLIKELY(kvpc_is_unusual(scale)) ? kvpc_scale_octet_seldom<from, false>(how, v, scale)
-                                                              : kvpc_scale_octet<from, false>(how, v, scale);
-    kvpc_store_octet(stores, how, dst, out);
+    const bool seldom = kvpc_is_unusual(scale); /* as in kvpc_convert_store_kernel */
+    kvpc_store_octet(stores && !seldom, how, dst, kvpc_scale_octet<from, false>(how, v, scale));
+    if (KVPRIM_UNLIKELY(seldom))
+        kvpc_store_octet(stores, how, dst, kvpc_scale_octet_seldom<from, false>(how, v, scale));
     if (any && !x.inside && lane == 0 && blockIdx.x == 0)
         kvpc_count_rejected(p, x);
 }
@@ -3344,9 +3346,10 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
 }
 
 /* Plans how threads share rows of up to `bytes`, where each moves `loads` words of each of `tables` tables. Returns
-   into how many parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. With
-   much work, a block moves 4 KB or more, because a GPU starts less than one dependent block per nanosecond, and takes
-   as many rows as leave the smallest share of idle lanes. */
+   into how many parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. Where a
+   thread has one word, a block takes 1, 2, 4, ... rows: gathers of 576 to 656 B take 0.95 to 0.98 of what three to a
+   block take, and 1,024 rows with PDL 0.83 (H200). With much work, a block moves 4 KB or more, because a GPU starts
+   less than one dependent block per nanosecond, and takes as many rows as leave the smallest share of idle lanes. */
 template <class params> static uint32_t kvpc_shape_rows(params *p, uint32_t bytes, uint32_t loads, uint32_t tables)
 {
     const uint32_t threads = kvpc_parts_of(bytes, 16 * loads);
@@ -3357,6 +3360,9 @@ template <class params> static uint32_t kvpc_shape_rows(params *p, uint32_t byte
         parts++;
     const uint32_t x = kvpc_parts_of(threads, parts);
     uint32_t rows = parts > 1 || x > block ? 1 : block / x;
+    if (loads * tables == 1 && block == 128 && parts == 1)
+        for (rows = 1; 2 * rows * x <= 176;)
+            rows *= 2;
     for (uint32_t y = rows + 1; all > kvpc_some_threads && parts == 1 && y * x <= kvpc_most_threads; y++)
         if (-(y * x) % 32 * rows < -(rows * x) % 32 * y)
             rows = y;
@@ -3500,8 +3506,7 @@ static int64_t kvpc_scale_page_step(const kvprim_table *t, const kvprim_format *
 }
 
 /* Octets of a tile that a thread takes to compute its scale: two if they are a power of two (with few bytes one),
-   otherwise up to eight. 0: no kernel does. INT8 and F4E2M1 have only the one for two, as engines'
-   tiles are. */
+   otherwise up to eight. 0: no kernel does. INT8 and F4E2M1 have only the one for two, as engines' tiles are. */
 static uint32_t kvpc_octets_each(const kvprim_format *f, bool few)
 {
     const int64_t octets = f->tile / 8;
@@ -3727,14 +3732,16 @@ static uint32_t kvpc_set_rounds(kvpc_convert_tiles *p, uint32_t heads, uint32_t 
     return lanes;
 }
 
-/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's.
-   Where tiles are few, V's source becomes a difference, and v_words a sum: see kvpc_convert_tiles. */
+/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's. Few
+   tiles take 0.93 to 1.00 of the time in a quarter of the blocks, or an eighth of blocks of 64 threads (H200). There,
+   V's source becomes a difference, and v_words a sum: see kvpc_convert_tiles. */
 static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t tables, uint32_t most, bool few)
 {
     const uint32_t tile = 1u << p->lanes_shift, v_lanes = few ? 0 : p->v_words;
     uint32_t rows = 1, row = few ? kvpc_parts_of(lanes + p->v_words, tile) * tile : lanes; /* tiles lie in one warp */
+    const uint32_t enough = few ? kvpc_multiprocessors() / 4 : kvpc_multiprocessors();     /* blocks */
     while (kvpc_whole_warps(2 * rows * row) + kvpc_whole_warps(2 * rows * v_lanes) <= most &&
-           kvpc_parts_of(p->count, 2 * rows) * tables >= kvpc_multiprocessors())
+           kvpc_parts_of(p->count, 2 * rows) * tables >= enough >> (few && rows * row <= 32))
         rows *= 2;
     const uint32_t threads = kvpc_whole_warps(rows * row);
     row = few ? threads / rows : row;
@@ -4947,8 +4954,7 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
                   : kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, false>, few, lanes, &p);
 }
 
-/* With parameters of one size: rows of a host's index that convert are few, or of many layers, and then launches take
-   long anyway. */
+/* With parameters of one size: rows of a host's index that convert are few, or of layers whose launches are long. */
 static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
 {
     const int64_t room = kvpc_converted_rows::room - kvpc_first_word;
@@ -5373,13 +5379,6 @@ typedef struct kvpc_shifts {
     uint64_t src_common, dst_common;
 } kvpc_shifts;
 
-/* Records of 2 bytes that hold one number, of src, in vectors. */
-static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvpc_fragment *f, uint64_t count)
-{
-    for (uint64_t i = 0; i < count; i++)
-        to[i] = (uint16_t)(f[i].src >> shift);
-}
-
 /* Each store writes 8 bytes. The next one, or what follows the records, overwrites those that are too many. `by` and
    `bytes` are values, which no store can change. Offsets mostly have no common bits, addresses do. */
 template <bool common>
@@ -5459,8 +5458,9 @@ static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *d
         char *const to = (char *)data + at * bytes;
         if (h->apart)
             kvpc_store_apart(to, h, by, f, count);
-        else if (bytes == 2 && h->src.mask && !h->dst.mask && !h->bytes.mask)
-            kvpc_store_numbers((uint16_t *)(void *)to, by.src, f, count);
+        else if (bytes == 2 && h->src.mask && !h->dst.mask && !h->bytes.mask) /* one number, in vectors */
+            for (uint64_t i = 0; i < count; i++)
+                ((uint16_t *)(void *)to)[i] = (uint16_t)(f[i].src >> by.src);
         else if (bytes && (by.src_common | by.dst_common))
             kvpc_store_records<true>(to, bytes, by, f, count);
         else if (bytes)

@@ -339,8 +339,10 @@ static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 }
 
 /* AddressSanitizer knows whether the row is one. */
-static inline void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
+static inline void kvpc_fetch_edges(uint64_t row, uint32_t bytes, bool fetches = true)
 {
+    if (!fetches)
+        return;
     kvprim_emulate_access(row, 1);
     (void)*reinterpret_cast<const volatile char *>(uintptr_t(row));
     (void)*reinterpret_cast<const volatile char *>(uintptr_t(row + bytes - 1));
