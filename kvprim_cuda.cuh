@@ -2480,9 +2480,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     const uint32_t in_block = threadIdx.x * p.row_magic >> 16, lane = threadIdx.x - in_block * p.row_threads;
     const uint32_t i = blockIdx.y * p.block_rows + in_block;
-    const uint32_t first = min(lane, p.v_words - 1), row = min(i, p.count - 1);
-    const bool any = first == lane && row == i; /* others load what some thread does, and meet in shuffles */
-    const bool copies = first >= p.k_threads, second = copies || blockIdx.x;
+    const uint32_t last = p.v_words - 1, end = p.count - 1; /* threads past these load what they do, and shuffle too */
+    const uint32_t first = lane < last ? lane : last, row = i < end ? i : end;
+    const bool any = first == lane && row == i, copies = first >= p.k_threads, second = copies || blockIdx.x;
     const uint64_t index_at = kvpc_index_at(p, row);
     const uint64_t src =
         kvpc_row_at(p.src[0] + 16 * first + second * p.src[1], row, p.src_stride[0] + second * p.src_stride[1]);
