@@ -684,13 +684,13 @@ static void test_ring_sender(void)
         CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && slot == NULL);
         CHECK(kvprim_ring_credit(&ring, 0) == KVPRIM_OK && kvprim_ring_credit(&ring, 1) == KVPRIM_OK);
     }
-    CHECK_ERROR(kvprim_ring_credit(&ring, 3), KVPRIM_ERROR_SIZE, "n is 3, but 2 chunks lack");
+    CHECK_ERROR(kvprim_ring_credit(&ring, 3), KVPRIM_ERROR_SIZE, "n is 3, but 2 slots lack");
     CHECK_ERROR(kvprim_ring_credit(&ring, -1), KVPRIM_ERROR_SIZE, "n is -1");
     OK(kvprim_ring_credit(&ring, 2));
     for (int k = 0; k < ring_slots; k++) /* several at once, sent later */
         CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && slot);
     CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && !slot);
-    CHECK_ERROR(kvprim_ring_credit(&ring, 1), KVPRIM_ERROR_SIZE, "0 chunks lack");
+    CHECK_ERROR(kvprim_ring_credit(&ring, 1), KVPRIM_ERROR_SIZE, "0 slots lack");
     fake.refuses = 1;
     CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_NCCL, "ncclSend");
     for (int k = 0; k < ring_slots; k++)
@@ -722,7 +722,7 @@ static void test_ring_of_wide_chunks(void)
     CHECK_ERROR(kvprim_ring_send(&ring, two, &work_stream), KVPRIM_ERROR_SIZE, "bytes is 41, must be 1 to 40");
     OK_CALLING(kvprim_ring_send(&ring, slot_bytes, &work_stream), "Send");
     OK_CALLING(kvprim_ring_send(&ring, 2 * slot_bytes, &work_stream), "Send");
-    CHECK_ERROR(kvprim_ring_credit(&ring, 4), KVPRIM_ERROR_SIZE, "3 chunks lack");
+    CHECK_ERROR(kvprim_ring_credit(&ring, 4), KVPRIM_ERROR_SIZE, "3 slots lack");
     OK(kvprim_ring_destroy(&ring));
     open_ring(comm);
     OK_CALLING(kvprim_ring_recv(&ring, 2 * slot_bytes, &work_stream, &slot), "Recv");

@@ -177,7 +177,7 @@ def main(job='', *inputs):
     try:
         if job == 'check':
             return check(inputs) > 0
-        if job == 'compare' and len(inputs) == 2:
+        if job == 'compare' and len(inputs) == 2 and all(inputs):
             return not compare(*(kernels_of(path) for path in inputs))
         if not job:
             return weigh() > 0
