@@ -47,6 +47,11 @@ static inline uint32_t __funnelshift_r(uint32_t lo, uint32_t hi, uint32_t shift)
     return uint32_t((uint64_t(hi) << 32 | lo) >> (shift & 31));
 }
 
+static inline uint32_t min(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
 static inline uint32_t __umulhi(uint32_t a, uint32_t b)
 {
     return uint32_t(uint64_t(a) * b >> 32);
@@ -208,9 +213,9 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
         fflush(stdout);
         abort();
     }
-    kvprim_emulate_note(params);
     gridDim = grid;
     blockDim = dim3(threads, 1, 1);
+    kvprim_emulate_note(params);
     kvprim_emulate_launches++;
     kvprim_emulate_last = reinterpret_cast<void (*)()>(kernel);
     if (kvprim_emulate_idle)
@@ -353,9 +358,11 @@ static inline bool kvpc_has_pdl()
     return kvprim_emulate_pdl;
 }
 
+[[maybe_unused]] static uint32_t kvprim_emulate_multiprocessors = 1; /* so that small stores take two loads, too */
+
 static inline uint32_t kvpc_multiprocessors()
 {
-    return 1; /* so that small stores take two loads, too */
+    return kvprim_emulate_multiprocessors;
 }
 
 [[maybe_unused]] static bool kvprim_emulate_link;     /* as if one side of every transfer were pinned host memory, */

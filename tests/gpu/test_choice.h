@@ -303,6 +303,7 @@ static const choice_case pair_choices[] = {
     {"V is copied, 1,032 bytes", "TP", [](choice &c) { with_bytes(c, 1032); }},
     {"V is copied, 1,032 of 1,040 bytes", "TP", [](choice &c) { with_bytes(c, 1032), c.v.pad = c.v.large_pad = 8; }},
     {"V is copied, 3,072 bytes with K", "T", [](choice &c) { with_bytes(c, 2560); }},
+    {"V is copied beside tiles of a warp", "T", [](choice &c) { with_elements(c, 512, 256), with_bytes(c, 48); }},
     {"gather, V is copied", "C", [](choice &c) { with_gather(c), with_bytes(c, 128); }},
     {"gather of many, V is copied", "C", [](choice &c) { with_gather(c), with_bytes(c, 48), with_many(c, 2049); }},
     {"gather in pages, V is copied", "C",

@@ -70,15 +70,26 @@ static void check_launches(const char *wanted)
 
 static bool moved_apart; /* blocks of their own have stored K and V whose scales are given */
 
+/* The launch bounds of the kernels of plain rows. */
+static void check_block()
+{
+    if (blockDim.x > kvpc_most_threads)
+        fail("%s: %u threads in a block", current, blockDim.x);
+}
+
 static void kvprim_emulate_note(const kvpc_convert &p)
 {
     moved_apart = moved_apart || p.apart;
     letters += p.route[1].octet ? 'H' : 'C';
+    check_block();
 }
 
 static void kvprim_emulate_note(const kvpc_convert_tiles &)
 {
     letters += 'T';
+    check_block();
+    if (blockDim.x % 32)
+        fail("%s: a block of %u threads, whose shuffles take whole warps", current, blockDim.x);
 }
 
 static void kvprim_emulate_note(const kvpc_conversion &)
@@ -104,13 +115,11 @@ static void kvprim_emulate_note(const kvpc_lines &)
 /* When kernels of plain rows have let the next one start: by kvpc_dependence. */
 static bool triggers[3];
 
-/* The launch bounds of the kernels of plain rows. */
 static void kvprim_emulate_note(const kvpc_plain &p)
 {
     letters += 'P';
     triggers[p.pdl] = true;
-    if (p.block_rows * p.row_threads > kvpc_most_threads)
-        fail("%s: %u rows x %u threads in a block", current, p.block_rows, p.row_threads);
+    check_block();
 }
 
 static void before(arena *a)
@@ -1701,7 +1710,11 @@ static void test_convert()
     static const int64_t counts[] = {1, 33, 1000, 9000};
     convert_several(&memory);
     convert_counts(&memory, counts, quick ? 3 : 4);
-    convert_choices(&memory);
+    for (const uint32_t multiprocessors : {1, 7, 132}) { /* of more, tiles have smaller blocks, with idle threads */
+        kvprim_emulate_multiprocessors = multiprocessors;
+        convert_choices(&memory);
+    }
+    kvprim_emulate_multiprocessors = 1;
 }
 
 /* Everything here runs nine times (quick: three times), so with fewer cases each time than in the tests before. */

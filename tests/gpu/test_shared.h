@@ -120,6 +120,7 @@ static void convert_several(arena *a)
     convert_scale_heads(a);
     convert_packed_boundaries(a);
     convert_ties(a);
+    convert_idle(a);
     convert_past(a);
     convert_heads_apart(a);
     convert_edges(a);
