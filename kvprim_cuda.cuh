@@ -1885,7 +1885,7 @@ static_assert(sizeof(kvpc_route) == 64 && offsetof(kvpc_convert, route) % 64 == 
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, 1 << lanes_shift (up to 32) for each
    tile, and, where V's words are only copied, as many more as these. Other blocks move V if it has tiles, too.
    Of few tiles each thread has one octet: of a row's row_threads, those before k_threads move K, and those from there
-   to v_words V; src[1] and src_stride[1] are then differences, V's less K's. 1 to 64 rows take 0.87 of the time. */
+   to v_words V; src[1] and src_stride[1] are then V's less K's. 1 to 64 rows so take 0.87 of the time (H200). */
 typedef struct kvpc_convert_tiles : kvpc_convert {
     uint32_t edges, scale_edges; /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     uint32_t edge_lanes;         /* a mask: the threads of a row that do so; `edges` are then those of a head */
@@ -2384,7 +2384,7 @@ KVPRIM_DEVICE void kvpc_fetch_tile_edges(const kvpc_convert_tiles &p, uint32_t l
         kvpc_fetch_edges(scales, p.scale_edges);
 }
 
-/* What a thread of the kernel below moves. first: its first octet or word. Threads past the last row (!any) read. */
+/* What a thread of the kernel below moves. first: its first octet or word. !any: past the last row; it reads row 0. */
 typedef struct kvpc_tile_thread {
     uint32_t row, lane, tile, lanes, in_tile, first;
     bool any, copies;
@@ -3346,10 +3346,10 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
 }
 
 /* Plans how threads share rows of up to `bytes`, where each moves `loads` words of each of `tables` tables. Returns
-   into how many parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. Where a
-   thread has one word, a block takes 1, 2, 4, ... rows: gathers of 576 to 656 B take 0.95 to 0.98 of what three to a
-   block take, and 1,024 rows with PDL 0.83 (H200). With much work, a block moves 4 KB or more, because a GPU starts
-   less than one dependent block per nanosecond, and takes as many rows as leave the smallest share of idle lanes. */
+   into how many parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. Up to
+   kvpc_some_threads with one word each, a block takes 1, 2, 4, ... rows: gathers of 576 to 656 B take 0.95 to 0.98 of
+   the time of three a block, 1,024 rows with PDL 0.83 (H200). With more work, a block moves 4 KB or more, because a GPU
+   starts less than one dependent block per nanosecond, and as many rows as leave the smallest share of idle lanes. */
 template <class params> static uint32_t kvpc_shape_rows(params *p, uint32_t bytes, uint32_t loads, uint32_t tables)
 {
     const uint32_t threads = kvpc_parts_of(bytes, 16 * loads);
@@ -3732,9 +3732,9 @@ static uint32_t kvpc_set_rounds(kvpc_convert_tiles *p, uint32_t heads, uint32_t 
     return lanes;
 }
 
-/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's. Few
-   tiles take 0.93 to 1.00 of the time in a quarter of the blocks, or an eighth of blocks of 64 threads (H200). There,
-   V's source becomes a difference, and v_words a sum: see kvpc_convert_tiles. */
+/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's. Rows
+   share a block if each multiprocessor still has one; with few tiles, if each fourth has, or each eighth if blocks have
+   64 threads: 0.93 to 1.00 of the time (H200). There, V's source becomes a difference: see kvpc_convert_tiles. */
 static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t tables, uint32_t most, bool few)
 {
     const uint32_t tile = 1u << p->lanes_shift, v_lanes = few ? 0 : p->v_words;
@@ -4954,7 +4954,7 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
                   : kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, false>, few, lanes, &p);
 }
 
-/* With parameters of one size: rows of a host's index that convert are few, or of layers whose launches are long. */
+/* With parameters of one size: what a host's index converts is few rows, or many layers, which take long anyway. */
 static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
 {
     const int64_t room = kvpc_converted_rows::room - kvpc_first_word;

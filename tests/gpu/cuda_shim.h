@@ -47,11 +47,6 @@ static inline uint32_t __funnelshift_r(uint32_t lo, uint32_t hi, uint32_t shift)
     return uint32_t((uint64_t(hi) << 32 | lo) >> (shift & 31));
 }
 
-static inline uint32_t min(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 static inline uint32_t __umulhi(uint32_t a, uint32_t b)
 {
     return uint32_t(uint64_t(a) * b >> 32);
