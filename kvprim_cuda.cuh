@@ -3732,9 +3732,9 @@ static uint32_t kvpc_set_rounds(kvpc_convert_tiles *p, uint32_t heads, uint32_t 
     return lanes;
 }
 
-/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's. Rows
-   share a block if each multiprocessor still has one; with few tiles, if each fourth has, or each eighth if blocks have
-   64 threads: 0.93 to 1.00 of the time (H200). There, V's source becomes a difference: see kvpc_convert_tiles. */
+/* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's.
+   Rows share a block if each multiprocessor still has one; with few tiles, if each fourth has, or each eighth if blocks
+   have 64 threads: 0.93 to 1.00 of the time (H200). There, V's source becomes a difference: see kvpc_convert_tiles. */
 static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t tables, uint32_t most, bool few)
 {
     const uint32_t tile = 1u << p->lanes_shift, v_lanes = few ? 0 : p->v_words;

@@ -5434,8 +5434,8 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 {
     const char *const f = "kvprim_ring_credit";
     KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
-    KVPRIM_REFUSE(n < 0 || (uint64_t)n > ring->ended - ring->freed, SIZE,
-                  "%s: n is %d, but %d slots lack their credit", f, n, (int)(ring->ended - ring->freed));
+    KVPRIM_REFUSE(n < 0 || (uint64_t)n > ring->ended - ring->freed, SIZE, "%s: n is %d, but %d slots lack their credit",
+                  f, n, (int)(ring->ended - ring->freed));
     ring->freed += (uint64_t)n;
     return KVPRIM_OK;
 }
