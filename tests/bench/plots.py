@@ -695,7 +695,7 @@ def first():
     """The table at the top of README.md. Its head marks what was measured on GPUs."""
     stale = stale_sources()
     on_gpus = any(s.name in stale for s in (gpu, convert, transfer, torch, nccl))
-    return table(('instead of', 'call', 'times as fast' + '†' * on_gpus), (
+    return table(('instead of', 'call', 'times as fast' + ' (older headers)' * on_gpus), (
         (figure.row, f'`{figure.call}`', figure.factor() + '†' * bool(figure.source and figure.source.name in stale))
         for _, some in SECTIONS for figure in some if figure.call))
 
