@@ -2164,7 +2164,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     }
     if (routes > 1) {
         kvpc_store_octets<from, kind, routes, true>(how, p.nans, dst, v, scale, stores);
-    } else { /* no branch before the store, which few rows would wait for with PDL (H200) */
+    } else { /* no branch before the usual store: few rows would wait for it (H200) */
         const bool seldom = !(how & kvpc_divides) || kvpc_is_unusual(scale[0]);
         kvpc_fetch_edges(dst[0], p.route[second].edges, p.route[second].edges && x.inside && at == 0);
         kvpc_store_octet(stores[0] && !seldom, how, dst[0], kvpc_scale_octet<from, true>(how, v[0], scale[0]));
@@ -2480,8 +2480,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t how = p.how, dependence = how & kvpc_dependences;
     const uint32_t in_block = threadIdx.x * p.row_magic >> 16, lane = threadIdx.x - in_block * p.row_threads;
     const uint32_t i = blockIdx.y * p.block_rows + in_block;
-    const uint32_t last = p.v_words - 1, end = p.count - 1; /* threads past these load what they do, and shuffle too */
-    const uint32_t first = lane < last ? lane : last, row = i < end ? i : end;
+    const uint32_t last = p.v_words - 1, last_row = p.count - 1; /* threads past these load them, too, and shuffle */
+    const uint32_t first = lane < last ? lane : last, row = i < last_row ? i : last_row;
     const bool any = first == lane && row == i, copies = first >= p.k_threads, second = copies || blockIdx.x;
     const uint64_t index_at = kvpc_index_at(p, row);
     const uint64_t src =
@@ -2512,7 +2512,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const float scale =
         kvpc_tile_scale(kvpc_most_of<from>(most), s.largest, s.inverse, s.least, (how & kvpc_power_of_two) != 0);
     kvpc_store_scale(stores && (lane & (lanes - 1)) == 0, scale_at, scale, (how & kvpc_e8m0) != 0);
-    const bool seldom = kvpc_is_unusual(scale); /* as in kvpc_convert_store_kernel */
+    const bool seldom = kvpc_is_unusual(scale); /* such are stored last: see kvpc_convert_store_kernel */
     kvpc_store_octet(stores && !seldom, how, dst, kvpc_scale_octet<from, false>(how, v, scale));
     if (KVPRIM_UNLIKELY(seldom))
         kvpc_store_octet(stores, how, dst, kvpc_scale_octet_seldom<from, false>(how, v, scale));
@@ -3346,10 +3346,10 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
 }
 
 /* Plans how threads share rows of up to `bytes`, where each moves `loads` words of each of `tables` tables. Returns
-   into how many parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. Up to
-   kvpc_some_threads with one word each, a block takes 1, 2, 4, ... rows: gathers of 576 to 656 B take 0.95 to 0.98 of
-   the time of three a block, 1,024 rows with PDL 0.83 (H200). With more work, a block moves 4 KB or more, because a GPU
-   starts less than one dependent block per nanosecond, and as many rows as leave the smallest share of idle lanes. */
+   into how many parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. Where a
+   thread has one word, a block takes 1, 2, 4, ... rows: 333 and 1,024 rows of 576 to 656 B are gathered in 0.94 to 0.98
+   of the time of three a block (H200). Above kvpc_some_threads it takes the rows that leave the smallest share of idle
+   lanes, above kvpc_many_threads 4 KB or more: a GPU starts less than one dependent block per nanosecond. */
 template <class params> static uint32_t kvpc_shape_rows(params *p, uint32_t bytes, uint32_t loads, uint32_t tables)
 {
     const uint32_t threads = kvpc_parts_of(bytes, 16 * loads);
@@ -3361,7 +3361,7 @@ template <class params> static uint32_t kvpc_shape_rows(params *p, uint32_t byte
     const uint32_t x = kvpc_parts_of(threads, parts);
     uint32_t rows = parts > 1 || x > block ? 1 : block / x;
     if (loads * tables == 1 && block == 128 && parts == 1)
-        for (rows = 1; 2 * rows * x <= 176;)
+        for (rows = 1; 2 * rows * x <= 176;) /* 4 rows of 704 B */
             rows *= 2;
     for (uint32_t y = rows + 1; all > kvpc_some_threads && parts == 1 && y * x <= kvpc_most_threads; y++)
         if (-(y * x) % 32 * rows < -(rows * x) % 32 * y)
@@ -3733,8 +3733,8 @@ static uint32_t kvpc_set_rounds(kvpc_convert_tiles *p, uint32_t heads, uint32_t 
 }
 
 /* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's.
-   Rows share a block if each multiprocessor still has one; with few tiles, if each fourth has, or each eighth if blocks
-   have 64 threads: 0.93 to 1.00 of the time (H200). There, V's source becomes a difference: see kvpc_convert_tiles. */
+   Rows share a block if each multiprocessor still has one. Where tiles are few, one for four multiprocessors is enough,
+   or for eight up to 64 threads (H200), and V's source becomes a difference: see kvpc_convert_tiles. */
 static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t tables, uint32_t most, bool few)
 {
     const uint32_t tile = 1u << p->lanes_shift, v_lanes = few ? 0 : p->v_words;
@@ -4954,7 +4954,7 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
                   : kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, false>, few, lanes, &p);
 }
 
-/* With parameters of one size: what a host's index converts is few rows, or many layers, which take long anyway. */
+/* Its parameters have one size: a host's index names few rows to convert, or rows of many layers, which take long. */
 static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
 {
     const int64_t room = kvpc_converted_rows::room - kvpc_first_word;
@@ -5458,7 +5458,7 @@ static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *d
         char *const to = (char *)data + at * bytes;
         if (h->apart)
             kvpc_store_apart(to, h, by, f, count);
-        else if (bytes == 2 && h->src.mask && !h->dst.mask && !h->bytes.mask) /* one number, in vectors */
+        else if (bytes == 2 && h->src.mask && !h->dst.mask && !h->bytes.mask) /* src alone, in vectors */
             for (uint64_t i = 0; i < count; i++)
                 ((uint16_t *)(void *)to)[i] = (uint16_t)(f[i].src >> by.src);
         else if (bytes && (by.src_common | by.dst_common))

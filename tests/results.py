@@ -18,7 +18,8 @@ import sys
 RESULTS = 'tests/results/'
 HEADERS = ['kvprim.h', 'kvprim_cuda.cuh', 'kvprim_nccl.h']
 WITHOUT_HEADERS = ['gpu_bandwidth.txt']  # measures the memory alone
-FAILURE = re.compile(r'[1-9]\d* failed|^ *FAIL|^NOT |(ERROR|RACECHECK) SUMMARY: [1-9]', re.M)
+FAILURE = re.compile(
+    r'[1-9]\d* failed|^ *FAIL|^NOT |^(Aborted|terminate called)|(ERROR|RACECHECK) SUMMARY: [1-9]', re.M)
 FORM = '%-25s%-49s%s'
 
 

@@ -553,7 +553,7 @@ def addresses():
     return [
         Figure('unpack {}', f'`{BATCHED}`', {name: UNPACK[key][2] / UNPACK[key][0] for key, name in (
             ('65,536 x 256 B 0', '65,536 fragments of 256 B'), ('32,768 x 4 KB 0', '32,768 fragments of 4 KB'),
-            ('64 B to 128 KB, 96 MB 0', 'fragments of 64 B to 128 KB'))},
+            ('64 B to 128 KB, 96 MB 0', 'fragments of 64 B to 128 KB'), ('128 x 1 MB 0', '128 fragments of 1 MB'))},
             ['fragments of 64 B to 128 KB', '32,768 fragments of 4 KB'],
             f'`{BATCHED}`: 16 to 128 MB of fragments', 'kvprim_cuda_unpack'),
         *(Figure('unpack 128 fragments of 4 KB{}, call to end', f'`{name}`', {'': 1 / float(gpu.find(CHUNK % name))},
@@ -621,7 +621,7 @@ def losses():
             f'{name} of {what}': 1 / LATENTS[f'{key} {n}'][8]
             for what, key in (('DeepSeek V4', 'fp8_ds_mla_v4'), ("DeepSeek's indexer", 'fp8_indexer'))
             for n, name in few('1', '8', '64')}, ['8 tokens of DeepSeek V4', "8 tokens of DeepSeek's indexer"],
-            'store 1 to 64 tokens of DeepSeek V4, or of its indexer'),
+            'store 1 to 64 tokens of DeepSeek V4, or of its indexer, both with dependent launch'),
         Figure("store V in vLLM's first layout, the worst size{}", "a kernel like `torch.index_put_`'s",
                {'': 1 / target(gpu, "V in vLLM's first layout / torch's index_put_")}),
         Figure('both directions over PCIe at once, the worst size{}', 'SGLang',
@@ -692,7 +692,7 @@ def sources(where):
 
 
 def first():
-    """The table at the top of README.md. Its head marks what was measured on GPUs."""
+    """The table at the top of README.md. Its head says whether GPUs' results are of older headers."""
     stale = stale_sources()
     on_gpus = any(s.name in stale for s in (gpu, convert, transfer, torch, nccl))
     return table(('instead of', 'call', 'times as fast' + ' (older headers)' * on_gpus), (

@@ -84,7 +84,7 @@ def failures():
             ('nccl_test_3.txt', 'ok', True), ('gpu_ncu.txt', 'NOT  spills', True), ('gpu_ncu.txt', 'ok', False),
             ('gpu_sanitize.txt', ' 0 failed, \n========= ERROR SUMMARY: 2 errors', True),
             ('gpu_sanitize.txt', ' 0 failed, \n========= ERROR SUMMARY: 0 errors', False),
-            ('gpu_bench.txt', '  FAIL a b', True)):
+            ('nccl_test.txt', '5 passed, 0 failed, 0 skipped\nAborted', True), ('gpu_bench.txt', '  FAIL a b', True)):
         write('tests/results/' + name, sums(h='h3') + text + '\n')
         found, code = rows()
         check('%s: %s' % (name, text.split('\n')[-1]), code == wrong and ('FAIL' in found[name]) == wrong, found)

@@ -978,6 +978,23 @@ static void convert_packed_boundaries(arena *a)
     }
 }
 
+/* Stores a row, whose source is in place, as E4M3 with a scale for each tile. */
+static void store_tiles(arena *a, convert_call *call, int64_t tile, int64_t elements, bool inverse, const char *what)
+{
+    kvprim_format *const f = &call->dst.full;
+    *f = format_of(KVPRIM_F8E4M3);
+    f->scale = KVPRIM_SCALE_TILE, f->scale_dtype = KVPRIM_F32, f->tile = tile, f->scale_inverse = inverse;
+    f->scale_tile_stride = 4, f->scale_stride = 4 * elements / tile;
+    f->scales = reserve(a, size_t(f->scale_stride), 0);
+    call->dst.table = table_of(reserve(a, size_t(elements), 0), 1, elements);
+    call->dst.row_bytes = elements;
+    give_formats(call);
+    const int32_t *const slot = place_identity(a, 1);
+    const kvprim_store_desc d =
+        store_of(call->dst.table, call->src.table, call->src.row_bytes, slot, KVPRIM_I32, 1, nullptr);
+    CHECK(try_convert(a, &d, call, what) == RAN);
+}
+
 /* Tiles of k times 448 and times the midpoints of E4M3's numbers from 16 to 32. Divided by k these are ties, which
    products with the rounded inverse of k often miss. */
 static void convert_ties(arena *a)
@@ -985,7 +1002,6 @@ static void convert_ties(arena *a)
     const int64_t tiles = 63, tile = 16, elements = tiles * tile;
     for (const bool inverse : {false, true}) {
         convert_call call = {};
-        kvprim_format *const f = &call.dst.full;
         empty(a);
         place_plain(a, &call.src, KVPRIM_F16, {0, 0}, 1, elements, 1);
         for (int64_t e = 0; e < elements; e++) {
@@ -993,50 +1009,29 @@ static void convert_ties(arena *a)
             const uint16_t x = uint16_t((bits_of_float(float(k * times)) - 0x38000000) >> 13);
             memcpy(static_cast<char *>(call.src.table.data) + 2 * e, &x, 2);
         }
-        *f = format_of(KVPRIM_F8E4M3);
-        f->scale = KVPRIM_SCALE_TILE, f->scale_dtype = KVPRIM_F32, f->tile = tile, f->scale_inverse = inverse;
-        f->scales = reserve(a, size_t(4 * tiles), 0);
-        f->scale_tile_stride = 4, f->scale_stride = 4 * tiles;
-        call.dst.table = table_of(reserve(a, size_t(elements), 0), 1, elements);
-        call.dst.row_bytes = elements;
-        give_formats(&call);
-        const int32_t *const slot = place_identity(a, 1);
-        const kvprim_store_desc d =
-            store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, 1, nullptr);
-        CHECK(try_convert(a, &d, &call, "ties") == RAN);
+        store_tiles(a, &call, tile, elements, inverse, "ties");
     }
 }
 
-/* Threads past a row's end load its last octet, whose scale alone would be a rare one, and must not store it. Twice, as
-   on the CPU the last thread to store is then the first. */
+/* Threads past a row's end load its last octet, whose scale alone would be a rare one, and must not store it. This runs
+   twice, as the emulation turns the order of threads around each time: in one of both, their store would come last. */
 static void convert_idle(arena *a)
 {
     const int64_t tile = 64, elements = 5 * tile;
     for (int n = 0; n < 2; n++) {
         convert_call call = {};
-        kvprim_format *const f = &call.dst.full;
         empty(a);
         place_plain(a, &call.src, KVPRIM_BF16, {0, 0}, 1, elements, 1);
         for (int64_t e = 0; e < elements; e++) {
             const uint16_t x = e < elements - 8 ? 0x3f80 : 0x0040; /* 1, then 2^-127 */
             memcpy(static_cast<char *>(call.src.table.data) + 2 * e, &x, 2);
         }
-        *f = format_of(KVPRIM_F8E4M3);
-        f->scale = KVPRIM_SCALE_TILE, f->scale_dtype = KVPRIM_F32, f->tile = tile;
-        f->scales = reserve(a, size_t(4 * elements / tile), 0);
-        f->scale_tile_stride = 4, f->scale_stride = 4 * elements / tile;
-        call.dst.table = table_of(reserve(a, size_t(elements), 0), 1, elements);
-        call.dst.row_bytes = elements;
-        give_formats(&call);
-        const int32_t *const slot = place_identity(a, 1);
-        const kvprim_store_desc d =
-            store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, 1, nullptr);
-        CHECK(try_convert(a, &d, &call, "idle threads") == RAN);
+        store_tiles(a, &call, tile, elements, false, "idle threads");
     }
 }
 
-/* All slots are past the table. Each is counted once: not by V, too, nor by threads past the last row, which read the
-   first slot or the last, nor, where a row's threads are no whole warps, by those that fill a block. */
+/* All slots are past the table. Each is counted once: V does not count it again, nor do threads past the last row,
+   which read the first slot or the last, nor those that fill up a block's last warp. */
 static void convert_past(arena *a)
 {
     for (int n = 0; n < 2 * (KVPRIM_SCALE_TILE + 1); n++) {

@@ -70,7 +70,7 @@ static void check_launches(const char *wanted)
 
 static bool moved_apart; /* blocks of their own have stored K and V whose scales are given */
 
-/* The launch bounds of the kernels of plain rows. */
+/* Checks the launch bounds of the kernels of plain rows. */
 static void check_block()
 {
     if (blockDim.x > kvpc_most_threads)
@@ -1710,7 +1710,7 @@ static void test_convert()
     static const int64_t counts[] = {1, 33, 1000, 9000};
     convert_several(&memory);
     convert_counts(&memory, counts, quick ? 3 : 4);
-    for (const uint32_t multiprocessors : {1, 7, 132}) { /* of more, tiles have smaller blocks, with idle threads */
+    for (const uint32_t multiprocessors : {1, 7, 132}) { /* with more, blocks of tiles are smaller, with idle threads */
         kvprim_emulate_multiprocessors = multiprocessors;
         convert_choices(&memory);
     }
