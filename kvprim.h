@@ -89,11 +89,10 @@
    KVPRIM_NO_FETCH             every translation unit or none: leaves out >>fetch, here and in kvprim_cuda.cuh
    KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. All items are
                                then sorted as >>copy says of the slowest check.
-   KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
-                               call that moves or compares, except the named variants. The range has the function's
-                               name, and profilers show it. Needs NVTX's header-only C API (nvtx3/ in the CUDA
-                               Toolkit), C++ or a compiler with the attribute `cleanup`, and -ldl where dlopen is not
-                               in libc. Costs nothing if it is not defined.
+   KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range with the
+                               function's name around every call that moves or compares, except the named variants.
+                               Needs NVTX's headers (nvtx3/ in the CUDA Toolkit), C++ or a compiler with the attribute
+                               `cleanup`, and -ldl where dlopen is not in libc. Undefined, it costs nothing.
 */
 #if defined(KVPRIM_H) && KVPRIM_VERSION != 300
 #error "kvprim.h 0.3.0 meets another version of it in one unit"
@@ -127,8 +126,7 @@
 #define KVPRIM_API extern
 #endif
 
-/* CHECKED: compilers warn if a caller ignores the result. LIKELY, for kvprim's headers alone, orders the code: a taken
-   branch costs up to 2 cycles. */
+/* CHECKED: compilers warn if a result is ignored. LIKELY, for kvprim alone: a taken branch costs up to 2 cycles. */
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_CHECKED __attribute__((warn_unused_result))
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1)
@@ -273,10 +271,9 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
-   and elements of 4 bits it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals
-   count. The CPU's bits need IEEE 754's fp32: an implementing unit compiled without -ffast-math and its parts (most are
-   an #error; clang hides -freciprocal-math and -funsafe-math-optimizations), a thread that rounds to nearest and
-   flushes no denormals.
+   and elements of 4 bits it becomes 0 and adds one to *nans, if that is set. Signs of zeros stay, denormals count. The
+   CPU's bits need IEEE 754's fp32: an implementing unit without -ffast-math or its parts (most are an #error; clang
+   hides -freciprocal-math and -funsafe-math-optimizations), a thread that rounds to nearest and flushes no denormals.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8, F4E2M1, INT4) has them:
 
@@ -325,13 +322,11 @@ typedef enum kvprim_scale_kind {
 typedef struct kvprim_format {
     kvprim_dtype dtype;         /* of the elements */
     kvprim_scale_kind scale;    /* 0: none */
-    kvprim_dtype scale_dtype;   /* KVPRIM_F32 (0 means the same) or KVPRIM_F8E8M0; SCALE_TILE of elements of 4 bits:
-                                   KVPRIM_F8E4M3 or KVPRIM_F16, too */
+    kvprim_dtype scale_dtype;   /* F32 (0 means the same) or F8E8M0; SCALE_TILE of 4-bit elements: F8E4M3 or F16, too */
     int32_t scale_power_of_two; /* 1: computed scales are powers of two */
     int32_t scale_inverse;      /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's
                                    inverse of what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse
-                                   rounded to fp32. Moves from this side must leave it at 0, except with SCALE_TILE,
-                                   where they ignore it */
+                                   rounded to fp32. Moves from this side need 0, or ignore it (SCALE_TILE) */
     float scale_min;            /* the least scale that is computed, 2^-126 to 2^127; 0: 2^-126 */
     int64_t tile;               /* elements that share a scale; a row has a multiple. SCALE_TILE: 0 is the whole row.
                                    SCALE_HEAD: 0 is the row's elements / heads of the table, if heads is more than 1 */
@@ -343,8 +338,7 @@ typedef struct kvprim_format {
     int64_t scale_page_stride;  /* bytes from one page's to the next; 0: likewise */
     int64_t scale_layer_stride; /* bytes from layer to layer, only with `scales`. SCALE_TILE: 0 is packed. Others: with
                                    several layers it must be set, to KVPRIM_SCALES_SHARED if all have the same */
-    uint32_t *nans;             /* optional: NaNs that became 0, in INT8 and 4 bits. Moves here add, as to `rejected`;
-                                   other types leave it alone */
+    uint32_t *nans;             /* optional, as `rejected`: NaNs that became 0 in INT8 and 4 bits; others ignore it */
     int64_t scales_bytes;       /* of the memory at `scales`, for all layers; 0: unknown. Scales past it are an error */
     const float *tensor_scale;  /* optional, SCALE_TILE of elements of 4 bits: multiplies all scales of all layers. Read
                                    by the executing side when the move runs */
@@ -367,17 +361,14 @@ enum { KVPRIM_HEADS_SHARED = -1 };                             /* a head_stride,
    heads at 0: their rows are whole. Head-major caches (HND) set heads = H and head_stride = page_rows * piece, where
    a piece has row_bytes / H bytes; the other defaults are right if nothing is padded.
 
-   Index rule, the same on every indexed side: row = index - base. If 0 <= row < rows, the row moves. Otherwise nothing
-   touches the table: gather writes a row of zeros, unless keep_padding is set; store and transfer skip the row. A
-   negative row is padding; a row >= `rows` adds one to *rejected, if there is such a counter. So -1 as padding (base
-   0), a reserved slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There
-   is no unchecked mode. */
+   Index rule of every indexed side: row = index - base. If 0 <= row < rows, the row moves. Otherwise nothing touches
+   the table: gather writes a row of zeros, unless keep_padding is set; store and transfer skip the row. A negative row
+   is padding; a row >= `rows` adds one to *rejected, if that is set. So -1 as padding (base 0), a reserved slot 0 (data
+   at slot 1, base 1) and a vocabulary's shard (base = its first id) are one rule. There is no unchecked mode. */
 typedef struct kvprim_table {
     void *data;                  /* byte 0 of row 0; may be NULL if rows is 0 */
-    int64_t rows;                /* the bound of every index. A side without an index has at least `count` rows. 0 with
-                                    data set is an error */
-    int64_t stride;              /* row to row; 0: packed, that is a row's bytes, or one piece where head_stride is more
-                                    than that */
+    int64_t rows;                /* bounds every index; without one, at least `count`. 0 with data set is an error */
+    int64_t stride;              /* row to row; 0: packed: a row's bytes, or one piece where head_stride is more */
     int64_t page_rows;           /* rows per page; 0: no pages */
     int64_t page_stride;         /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
     int32_t heads;               /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
@@ -463,11 +454,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
    of pages (FlashInfer's kv_indptr, beside kv_indices): request r has pages page_starts[r] to page_starts[r + 1] - 1.
 
    A negative request, position or page number is padding, whatever the others are: slot[i] is -1. slot[i] is also -1,
-   and one is added to *rejected if there is such a counter, for: a request >= requests, a token in no request (i <
-   cu_seqlens[0] or i >= cu_seqlens[requests]), a position on none of the request's pages, a request whose page_starts
-   descend or leave [0, max_pages], and a slot >= rows. So whatever the arrays hold, each slot is -1 or in [0, rows),
-   and nothing outside the arrays is read. If cu_seqlens descends somewhere, it is unspecified which of these values a
-   token gets.
+   and one is added to *rejected if that is set, for: a request >= requests, a token in no request (i < cu_seqlens[0] or
+   i >= cu_seqlens[requests]), a position on none of the request's pages, a request whose page_starts descend or leave
+   [0, max_pages], and a slot >= rows. So whatever the arrays hold, each slot is -1 or in [0, rows), and nothing outside
+   the arrays is read. If cu_seqlens descends somewhere, it is unspecified which of these values a token gets.
 
    kvprim_store_desc.slot and kvprim_gather_desc.index take these slots, with base 0. To gather pages by cumulative
    lengths, call this and then kvprim_gather. */
@@ -559,8 +549,7 @@ typedef struct kvprim_unpack_desc {
     int64_t reserved; /* must be 0 */
 } kvprim_unpack_desc;
 
-/* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
-   call fails with KVPRIM_ERROR_OVERLAP).
+/* Only sources may overlap each other. Where destinations do, bytes are unspecified (with KVPRIM_DEBUG: OVERLAP).
    Aliasing: no fragment's destination may share a byte with any fragment's source. src and dst may be one buffer. If
    the sources then lie between the destinations, there may be at most KVPRIM_MAX_COPIES fragments, and the check takes
    as long as that of kvprim_copy. [dst, dst + dst_bytes) must not overlap the array of fragments.
@@ -601,8 +590,7 @@ enum { KVPRIM_MAX_UNPACK_META = 1 << 28 }; /* more is KVPRIM_ERROR_SIZE */
 /* The side that executes reads *count and the descriptors when it does, and they must not change meanwhile. On the GPU
    they may hold anything until then, so nothing that they say is an error of the call:
    - A fragment that reaches past src_bytes or dst_bytes is skipped, and adds one to *rejected.
-   - If *count is more than max_count, the first max_count are moved. The excess is added to *rejected, at most 2^31 - 1
-     of it.
+   - If *count is more than max_count, the first max_count are moved, and *rejected gets the excess, at most 2^31 - 1.
    max_count == 0 is KVPRIM_OK, as count == 0 is elsewhere.
    Aliasing: destinations must overlap neither each other nor any fragment's source. Nobody checks that: where they do,
    the bytes are unspecified. src and dst may be one buffer. [dst, dst + dst_bytes) and rejected must overlap neither
@@ -612,8 +600,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta(const kvprim_unpack_m
 
 /* >>copy -----------------------------------------------------------------------------------------------------------
 
-   Copies each item: `bytes` bytes from src to dst, or as many zeros to dst. Any size and alignment, also mixed in one
-   list. The order of the items is unspecified. */
+   Copies each item, in any order: `bytes` bytes from src, or zeros, to dst. Any size and alignment, also mixed. */
 typedef struct kvprim_copy_item {
     const void *src; /* NULL: zeros */
     void *dst;
@@ -628,8 +615,7 @@ typedef struct kvprim_copy_desc {
 
 enum { KVPRIM_MAX_COPIES = 1 << 18 }; /* more is KVPRIM_ERROR_SIZE */
 
-/* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
-   call fails with KVPRIM_ERROR_OVERLAP).
+/* Only sources may overlap each other. Where destinations do, bytes are unspecified (with KVPRIM_DEBUG: OVERLAP).
    Aliasing: no destination may share a byte with any source or with the array of items (checked, with 36 KB of stack).
    Two passes over the items do if all destinations lie before or after all sources. Pages, whose addresses and sizes
    are multiples of one power of two, take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise starts are
@@ -678,8 +664,7 @@ typedef struct kvprim_fetch_desc {
     const void *pages;
     kvprim_index_type pages_type;
     int32_t pages_by_state;                     /* 0: request i has row i of `pages`; 1: row state[i] */
-    int64_t max_pages, pages_stride, page_rows; /* less than 2^31 pages; pages_stride: elements from one row to the
-                                                   next; 0: max_pages */
+    int64_t max_pages, pages_stride, page_rows; /* < 2^31 pages; pages_stride: elements from row to row; 0: max_pages */
     int64_t host_rows;                          /* the bound of rows in k and v, less than 2^31; 0: k.rows */
     kvprim_table k_hot, v_hot, k, v; /* without formats. K only: leave all of v at zero; a plan alone: all of k, too */
     int64_t k_bytes, v_bytes;        /* of a row */
@@ -695,8 +680,7 @@ typedef struct kvprim_fetch_desc {
     int64_t reserved; /* 0 */
 } kvprim_fetch_desc;
 
-/* The bytes of a set's memory, from its other fields: for each state 24 * hot_rows + 24 * entries + 4 * tokens, and
-   somewhat more. 0 if one of them is out of range. */
+/* A set's bytes, by its other fields: just over 24 * (hot_rows + entries) + 4 * tokens a state; 0: out of range. */
 KVPRIM_API size_t kvprim_fetch_state_bytes(const kvprim_fetch_set *set);
 
 /* Makes a state empty, for a new request; state -1: all states, before the first call. A copy of all of a set's memory
@@ -776,8 +760,7 @@ typedef struct kvprim_keys_desc {
     int64_t keys_bytes; /* the room for them */
     /* DYNAMO's own; 0: 1337. Add the XXH3-64 of a LoRA's name, and that of a cache namespace with seed 1. */
     uint64_t seed;
-    /* 1 for EAGLE: SGLANG hashes pairs (token i, token i + 1), and DYNAMO also the token after a block. There are
-       (count - 1) / block_tokens keys then. */
+    /* 1 for EAGLE: SGLANG hashes pairs (i, i + 1), DYNAMO also a block's next token; (count - 1) / block_tokens keys */
     int32_t bigrams, reserved;
 } kvprim_keys_desc;
 
@@ -794,8 +777,7 @@ KVPRIM_API int64_t kvprim_key_bytes(kvprim_key_rule rule);
    the rule, alignment), UNSUPPORTED (compiled without xxhash.h). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n);
 
-/* The number that stands for a key in events of its engine: vLLM's last 8 bytes, others' first (big-endian, except
-   DYNAMO's). SGLang's is this as int64. */
+/* A key's number in engine events: vLLM's last 8 bytes, others' first; big-endian except DYNAMO's. SGLang's: int64. */
 KVPRIM_API uint64_t kvprim_key_event(kvprim_key_rule rule, const void *key);
 
 /* SHA-256 of a buffer, 32 bytes: for first parents. */
@@ -831,16 +813,14 @@ KVPRIM_API size_t kvprim_key_table_longest(const kvprim_key_table *table, const 
    rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
-   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
-   indices again. Between runs the caller may lower count, and may point table.data (or layers or device_layers, if it
-   is set), index, rejected, format.scales, nans and tensor_scale at other memory of the same kind, layout and
-   alignment. All other fields are read-only, and rejected of a store's V move, which does not count. A graph keeps its
-   pointers. */
+   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the indices
+   again. Between runs the caller may lower count, and point table.data (or layers or device_layers, if set), index,
+   rejected, format.scales, nans and tensor_scale at other memory of the same kind, layout and alignment. All other
+   fields are read-only, and rejected of a store's V move, which does not count. A graph keeps its pointers. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
-    kvprim_table table;           /* resolved; pages and heads that follow each other without a gap are left out.
-                                     table.format is NULL */
+    kvprim_table table;           /* resolved, format NULL; pages and heads without gaps between them are left out */
     const void *index;            /* NULL: row i */
     kvprim_index_type index_type; /* KVPRIM_I32 or KVPRIM_I64, or 0 without an index */
     int32_t page_shift;           /* page_rows == 1 << page_shift; -1: no power of two */
@@ -871,10 +851,9 @@ typedef struct kvprim_move {
     const kvprim_move_names *names;
 } kvprim_move;
 
-/* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
-   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). A move converts if dst.format.dtype
-   is not 0; where both formats are the same type without scales, it is 0. After an error the contents of `moves` are
-   unspecified. Errors also: NULL (moves). */
+/* Each checks `desc` as kvprim_gather(), _store() or _transfer() does, with the same status and text, and writes its
+   moves: one, or two for a store (K, V; count 0 if no V). A move converts if dst.format.dtype is not 0; it is 0 where
+   both formats are one type without scales. After an error `moves` is unspecified. Errors also: NULL (moves). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves);
@@ -927,9 +906,8 @@ typedef struct kvprim_layout {
     int32_t layers, reserved;
 } kvprim_layout;
 
-/* Fills in *layout. Errors: NULL (name, sizes, layout), SIZE (no rows, page_rows or bytes, less than 0, heads that do
-   not divide a row, page_stride less than a page, more than memory has), ARGUMENT (an unknown name; heads or bytes of
-   a quantised cache). */
+/* Fills *layout. Errors: NULL (name, sizes, layout), SIZE (no rows, page_rows or bytes, a negative one, heads that do
+   not divide a row, page_stride less than a page, too large), ARGUMENT (unknown name; heads or bytes if quantised). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_layout_find(const char *name, const kvprim_layout_sizes *sizes,
                                                            kvprim_layout *layout);
 
@@ -956,12 +934,11 @@ typedef struct kvprim_pack {
 /* Errors: NULL (desc, plan, cache), SIZE (count, heads, a cache of no layers, staging_bytes), ARGUMENT (a format). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_pack_plan(const kvprim_pack_desc *desc, kvprim_pack *plan);
 
-/* Lists what n moves copy, for NIXL, Mooncake, UCX, cudaMemcpyBatchAsync or kvprim_copy: row by row, each head by
-   head, each of all layers. Rows that follow each other on both sides, their heads and layers, and then items, become
-   one item as far as there are no gaps. src NULL: zeros, of a gather. Indices and layers must be host memory; *rejected
-   is left alone. Writes at most `max` items and returns how many there are, or -1 on an error: what the items then hold
-   is unspecified. Errors: NULL (moves, items), UNSUPPORTED (rows that convert, device layers, heads of other sizes on
-   both sides where neither divides the other). */
+/* Lists what n moves copy, for NIXL, Mooncake, UCX, cudaMemcpyBatchAsync or kvprim_copy: row by row, each head by head,
+   each of all layers. Rows that follow each other on both sides, their heads and layers, and then items, become one if
+   there are no gaps. src NULL: a gather's zeros. Indices and layers are host memory; *rejected is left alone. Writes at
+   most `max` items and returns how many there are, or -1 on an error: then items are unspecified. Errors: NULL (moves,
+   items), UNSUPPORTED (rows that convert, device layers, heads of which neither size divides the other). */
 KVPRIM_API int64_t kvprim_runs(const kvprim_move *moves, size_t n, kvprim_copy_item *items, int64_t max);
 #endif
 
@@ -994,8 +971,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc);
 #ifndef KVPRIM_NO_FETCH
-/* Also writes the moves of K and V, unless `moves` is NULL. Their indices are in the set's memory, and their count is
-   0 for a part that there is not. */
+/* Also writes K's and V's moves (count 0 if none) unless `moves` is NULL. Their indices are in the set's memory. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch_check(const kvprim_fetch_desc *desc, kvprim_fetch_desc *resolved,
                                                            kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_fetch_reset_check(const kvprim_fetch_set *set, int64_t state);
@@ -1019,8 +995,7 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 #define KVPRIM_GRID_CONSTANT __grid_constant__
 #endif
 
-/* For kvprim's headers alone. KVPRIM_TRY returns the status unless it is KVPRIM_OK, KVPRIM_REFUSE that of kvprim_fail()
-   if the condition is met. */
+/* For kvprim's headers alone. KVPRIM_TRY returns any status except KVPRIM_OK; KVPRIM_REFUSE fails on the condition. */
 #define KVPRIM_TRY(call)                                                                                               \
     do {                                                                                                               \
         const kvprim_status try_status = (call);                                                                       \
@@ -1160,8 +1135,7 @@ KVPRIM_ANYWHERE int32_t kvpi_fetch_empty(const kvpi_fetch_layout *l, int64_t w)
 /* >>impl_elements -- conversions of elements. The other headers include this one again with KVPRIM_ELEMENTS for them.
 
    They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. Those
-   of one element have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on
-   such options.
+   of one element have no branches, so compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on these.
 
    A new element type touches
        here              the enum (>>dtype), kvpi_to_ and kvpi_of_ its name, kvpi_dtype_bytes() to kvpi_to_element(),
@@ -1359,8 +1333,7 @@ KVPRIM_ELEMENT uint32_t kvpi_to_e8m0(float x)
     return kvpi_bits_of(x) >> 23;
 }
 
-/* >>impl_types -- The bytes of an element; 0 for anything but a kvprim_dtype. A digit for each type: the lowest is
-   KVPRIM_U8's. */
+/* >>impl_types -- The bytes of an element; 0 for anything but a kvprim_dtype. One digit a type, KVPRIM_U8's lowest. */
 KVPRIM_ELEMENT int32_t kvpi_dtype_bytes(kvprim_dtype dtype)
 {
     const uint64_t digits = 0x11184184221;
@@ -1825,8 +1798,7 @@ KVPRIM_AVX512 static inline int kvpi_same128_avx512(const int32_t *a, const int3
     return _mm512_test_epi32_mask(x, x) == 0;
 }
 
-/* True if a vector from p may cross into the next page. If that page is not mapped, a masked load needs ~700 cycles to
-   find that the lanes there are masked out. */
+/* True if a vector from p may cross into the next page. Masked lanes on a page that is not mapped cost ~700 cycles. */
 static inline int kvpi_near_page_end(const void *p)
 {
     return ((uintptr_t)p & 4095) > 4096 - 64;
@@ -1911,8 +1883,7 @@ KVPRIM_AVX512 KVPRIM_SELDOM size_t kvpi_many_rest_avx512(const int32_t *query, c
     return kvprim_prefix_i32_avx512(query, n, key, n);
 }
 
-/* The first 16 tokens of the query stay in a register. kvpi_many_rest_avx512 compares the keys that share them all, and
-   those that start near the end of a page. */
+/* The query's first 16 tokens stay in a register. Keys that share all or start near a page's end are compared apart. */
 KVPRIM_AVX512 static size_t kvpi_many_avx512(const int32_t *query, size_t query_len, const int32_t *const *keys,
                                              const size_t *key_lens, size_t keys_count, size_t *out_len)
 {
@@ -2830,8 +2801,7 @@ static size_t kvpi_index_align(kvprim_index_type type)
 
 enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
-/* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
-   mostly form few runs: all of K, then all of V. */
+/* Merges ascending runs of n > 0 addresses into one, in `a` or `other`. Layers form few: all of K, then all of V. */
 static uint64_t *kvpi_sort(uint64_t *a, uint64_t *other, int32_t n)
 {
     for (;;) {
@@ -4775,9 +4745,8 @@ static int kvpi_granules_apart(kvpi_sweep *s, uint64_t low, uint64_t high, int s
     return 1;
 }
 
-/* Returns 1 if the granules of [low, high] show that no destination shares a byte with a source; 0 decides nothing. A
-   granule is the largest power of two that all starts and sizes are multiples of. Pages then take few passes: 4,096
-   pages of 4 KB take 70 us and not 280. */
+/* Returns 1 if granules of [low, high] show that no destination shares a byte with a source; 0 decides nothing. A
+   granule is the largest power of two that divides all starts and sizes. 4,096 pages of 4 KB take 70 us, not 280. */
 static int kvpi_pages_apart(kvpi_sweep *s, uint64_t low, uint64_t high)
 {
     const kvpi_list *const l = s->list;
@@ -5670,8 +5639,7 @@ typedef struct kvpi_chain {
     uint8_t first[32], digest[40], data[KVPRIM_MAX_KEY_BLOCK + 256]; /* 40: `data` is aligned to 16, on 64 bits */
 } kvpi_chain;
 
-/* These write a token, and some bytes more, and return where it ends. There is no branch for what is hard to foresee,
-   whether a token has 2 bytes or 4. */
+/* These write a token, and some bytes more, and return its end. 2 bytes or 4 is hard to foresee, hence no branch. */
 KVPRIM_INLINE uint8_t *kvpi_put_pickled(uint8_t *p, int64_t v)
 {
     const uint64_t four = (0xffff - (uint64_t)v) >> 63;
@@ -5724,8 +5692,7 @@ kvpi_put_eights(uint8_t *p, const kvprim_keys_desc *d, int form, int64_t *i)
             if (_mm512_cmpneq_epi64_mask(_mm512_maskz_cvtepi32_epi64(all, v), x))
                 break;
         }
-        /* Pickle: 'K' or 'M' and 1 or 2 bytes, 'J' and 4. CBOR: a byte, or 24, 25 or 26 and 1, 2 or 4; 32 more if it is
-           negative. */
+        /* Pickle: 'K', 'M', 'J' and 1, 2, 4 bytes. CBOR: a byte, or 24, 25, 26 and 1, 2, 4; + 32 if negative. */
         const __m256i sign = cbor ? _mm256_srai_epi32(v, 31) : zero, w = _mm256_xor_si256(v, sign);
         const __mmask8 one = _mm256_cmpge_epu32_mask(w, _mm256_set1_epi32(cbor ? 24 : 0));
         const __mmask8 two = _mm256_cmpgt_epu32_mask(w, _mm256_set1_epi32(0xff));
