@@ -137,8 +137,7 @@
 
 /* Which variants of the prefix compare exist here. Other compilers and processors use the scalar one. */
 #if !defined(KVPRIM_NO_SIMD) && (defined(__GNUC__) || defined(__clang__))
-#if defined(__x86_64__) && !defined(__ILP32__) &&                                                                      \
-    !defined(_WIN32) /* gcc misaligns vectors on Windows' stack: bug 54412 */
+#if defined(__x86_64__) && !defined(__ILP32__) && !defined(_WIN32) /* gcc misaligns vectors on its stack: bug 54412 */
 #define KVPRIM_X86 1
 #elif defined(__aarch64__) && !defined(__AARCH64EB__)
 #define KVPRIM_NEON 1
@@ -313,11 +312,7 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    Scales of a move's dst must not overlap a row of it or, in a store, a row of the other cache. Scales that are written
    must not overlap any other scale; those that are only read may be shared, as by K and V. These checks compare single
    rows and scales, which may interleave, but may refuse tables whose strides have nothing in common. */
-typedef enum kvprim_scale_kind {
-    KVPRIM_SCALE_TENSOR = 1,
-    KVPRIM_SCALE_HEAD = 2,
-    KVPRIM_SCALE_TILE = 3
-} kvprim_scale_kind;
+typedef enum kvprim_scale_kind { KVPRIM_SCALE_TENSOR = 1, KVPRIM_SCALE_HEAD, KVPRIM_SCALE_TILE } kvprim_scale_kind;
 
 typedef struct kvprim_format {
     kvprim_dtype dtype;         /* of the elements */
@@ -1664,8 +1659,7 @@ KVPRIM_API size_t kvprim_prefix_i32_scalar(const int32_t *a, size_t a_len, const
     const size_t n = kvpi_min(a_len, b_len);
     size_t i = 0;
     for (; i + 4 <= n; i += 4)
-        if (((kvpi_load_u64(a + i) ^ kvpi_load_u64(b + i)) | (kvpi_load_u64(a + i + 2) ^ kvpi_load_u64(b + i + 2))) !=
-            0)
+        if ((kvpi_load_u64(a + i) ^ kvpi_load_u64(b + i)) | (kvpi_load_u64(a + i + 2) ^ kvpi_load_u64(b + i + 2)))
             break;
     while (i < n && kvpi_load_u32(a + i) == kvpi_load_u32(b + i))
         i++;
@@ -1836,8 +1830,7 @@ KVPRIM_AVX512 static inline size_t kvpi_shifted_avx512(const int32_t *a, const i
     for (; i + 80 <= n; i += 64, lines += 64) { /* reads b up to the end of the line after the block */
         __m512i line1 = _mm512_loadu_si512(lines + 16), line2 = _mm512_loadu_si512(lines + 32);
         __m512i line3 = _mm512_loadu_si512(lines + 48), line4 = _mm512_loadu_si512(lines + 64);
-        __asm__(""
-                : "+v"(line1), "+v"(line2), "+v"(line3), "+v"(line4)); /* stops gcc from loading each of them twice */
+        __asm__("" : "+v"(line1), "+v"(line2), "+v"(line3), "+v"(line4)); /* or gcc loads each of them twice */
         __m512i x = _mm512_xor_si512(_mm512_loadu_si512(a + i), _mm512_permutex2var_epi32(line0, window, line1));
         x = _mm512_ternarylogic_epi32(x, _mm512_loadu_si512(a + i + 16),
                                       _mm512_permutex2var_epi32(line1, window, line2), 0xf6);
@@ -1987,7 +1980,6 @@ static kvpi_prefix_fn *kvpi_prefix_for(uint32_t features, uint32_t saved)
     return (features & avx2) == avx2 && (saved & 0x06) == 0x06 ? kvprim_prefix_i32_avx2 : kvprim_prefix_i32_scalar;
 }
 
-/* r: eax, ebx, ecx, edx */
 static void kvpi_cpuid(uint32_t leaf, uint32_t *r)
 {
     __asm__ volatile("cpuid" : "=a"(r[0]), "=b"(r[1]), "=c"(r[2]), "=d"(r[3]) : "a"(leaf), "c"(0));
@@ -2185,9 +2177,8 @@ KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table t, int64_t row_bytes)
     return t;
 }
 
-KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row)
+KVPRIM_API void *kvprim_table_row(const kvprim_table *t, int64_t row)
 {
-    const kvprim_table *const t = resolved;
     if (t->page_rows > 0)
         return (char *)t->data + row / t->page_rows * t->page_stride + row % t->page_rows * t->stride;
     return (char *)t->data + row * t->stride;
@@ -2270,8 +2261,7 @@ static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
         (f->scale != KVPRIM_SCALE_TILE ||
          (uint64_t)f->scale_page_stride == kvpi_mul((uint64_t)t->page_rows, (uint64_t)f->scale_stride)))
         t->page_rows = 0;
-    side->piece_bytes = kvpi_piece_of(t, row_bytes);
-    side->page_shift = 0;
+    side->piece_bytes = kvpi_piece_of(t, row_bytes), side->page_shift = 0;
     while (t->page_rows >> side->page_shift > 1)
         side->page_shift++;
     if (t->page_rows != (int64_t)1 << side->page_shift)
@@ -2475,9 +2465,8 @@ KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
                   "%s: %s is %lld, no multiple of an element's bytes, %d", function, m->names->row_bytes,
                   (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
     KVPRIM_REFUSE(elements % kvpi_packed(m) != 0, SIZE,
-                  "%s: %s is %lld, an odd number of elements, which %s.format.dtype packs "
-                  "in pairs",
-                  function, m->names->row_bytes, (long long)m->row_bytes, m->names->dst);
+                  "%s: %s is %lld, an odd number of elements, which %s.format.dtype packs in pairs", function,
+                  m->names->row_bytes, (long long)m->row_bytes, m->names->dst);
     m->dst.piece_bytes = kvpi_bytes_of(dst->dtype, elements);
     return KVPRIM_OK;
 }
@@ -2720,10 +2709,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
                                      {"format.scale_page_stride", f->scale_page_stride},
                                      {"format.scale_layer_stride", f->scale_layer_stride}};
     a.rows = a.table.rows;
-    const uint64_t one = kvpi_area_bytes(&a, 1); /* layer */
-    if (!f->scales && packed_layers && kvpi_add(offset, one) > (uint64_t)side->layer_stride) {
-        a.layer_stride = side->layer_stride =
-            (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* after all rows */
+    const uint64_t one = kvpi_area_bytes(&a, 1 /* layer */);
+    if (!f->scales && packed_layers && kvpi_add(offset, one) > (uint64_t)side->layer_stride) { /* after all rows */
+        a.layer_stride = side->layer_stride = (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3));
         loops[3].stride = (uint64_t)a.layer_stride;
     }
     /* where `scales` is set, kvpi_check_format() has looked at it */
@@ -2950,8 +2938,7 @@ static void kvpi_set_pieces(kvpi_pieces *p, const kvpi_area *a, int64_t at, int6
     const kvprim_table *const t = &a->table;
     const kvpi_step loops[4] = {
         {t->stride, rows}, {t->head_stride, t->heads}, {t->page_stride, pages}, {a->layer_stride, a->layers}};
-    p->at = at, p->piece = p->span = kvpi_piece_of(t, a->row_bytes);
-    p->count = 0;
+    p->at = at, p->piece = p->span = kvpi_piece_of(t, a->row_bytes), p->count = 0;
     for (int k = 0; k < 4; k++) {
         int place = p->count;
         if (loops[k].n < 2 || loops[k].stride == 0)
@@ -3166,8 +3153,7 @@ static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char *
     for (int32_t l = 1; l < m->layers; l++) {
         const char *const data = kvprim_side_layer(side, l);
         ascends &= data > *last;
-        *first = data < *first ? data : *first;
-        *last = data > *last ? data : *last;
+        *first = data < *first ? data : *first, *last = data > *last ? data : *last;
     }
     return ascends;
 }
@@ -3308,8 +3294,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index = index, side->index_type = index ? type : (kvprim_index_type)0;
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
-    side->host_index = side->reserved = 0;
-    side->bytes = 0;
+    side->host_index = side->reserved = 0, side->bytes = 0;
     side->format.dtype = (kvprim_dtype)0, side->format.scale = (kvprim_scale_kind)0;
     side->format.scales = NULL, side->format.nans = NULL, side->format.tensor_scale = NULL;
 }
@@ -3317,10 +3302,8 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
                           uint32_t *rejected)
 {
-    m->names = names;
-    m->row_bytes = row_bytes, m->count = count;
+    m->names = names, m->row_bytes = row_bytes, m->count = count, m->rejected = rejected;
     m->layers = 1, m->zero = 0, m->same_cache = 0, m->reserved_cache = 0;
-    m->rejected = rejected;
 }
 
 static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move *m)
@@ -3408,8 +3391,7 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
     m->src.layers = d->src_layers, m->src.layer_stride = d->src_layer_stride;
     m->dst.device_layers = d->dst_device_layers, m->src.device_layers = d->src_device_layers;
     m->dst.host_index = m->src.host_index = d->host_index;
-    m->layers = d->layers == 0 ? 1 : d->layers;
-    m->same_cache = d->same_cache;
+    m->layers = d->layers == 0 ? 1 : d->layers, m->same_cache = d->same_cache;
     if (m->count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_check_reserved(d->reserved, "kvprim_transfer", "", ""));
@@ -3572,10 +3554,8 @@ static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
     kvprim_move s = *m;
     if (kind == kvpi_any_move)
         return s;
-    s.dst.index_type = s.src.index_type = KVPRIM_I32;
-    s.dst.index_stride = s.src.index_stride = 1;
-    s.dst.table.page_rows = s.src.table.page_rows = 0;
-    s.dst.table.heads = s.src.table.heads = 1;
+    s.dst.index_type = s.src.index_type = KVPRIM_I32, s.dst.index_stride = s.src.index_stride = 1;
+    s.dst.table.page_rows = s.src.table.page_rows = 0, s.dst.table.heads = s.src.table.heads = 1;
     s.zero = kind == kvpi_plain_gather;
     *(kind == kvpi_plain_gather ? &s.dst.index : &s.src.index) = NULL;
     return s;
@@ -3610,8 +3590,7 @@ KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, k
                 kvpi_prefetch(dst, ahead_bytes);
             else if (dst && m.dst.index && !stream)
                 kvpi_prefetch_pieces(&move->dst, dst, ahead_bytes);
-            dst_at[ahead % kvpi_ring_rows] = dst;
-            src_at[ahead % kvpi_ring_rows] = src;
+            dst_at[ahead % kvpi_ring_rows] = dst, src_at[ahead % kvpi_ring_rows] = src;
         }
         if (!KVPRIM_LIKELY(i >= 0))
             continue;
@@ -4297,8 +4276,7 @@ static void kvpi_add_box(const kvprim_move *m, kvpi_box *b, kvpi_box *before, kv
         {ratio, s_piece == piece ? s->table.head_stride : piece, d_piece == piece ? d->table.head_stride : piece},
         {m->layers, s->layers ? -1 : s->layer_stride, d->layers ? -1 : d->layer_stride}};
     memcpy(b->strides, strides, sizeof strides);
-    b->bytes = piece;
-    b->whole = kvpi_join_strides(b);
+    b->bytes = piece, b->whole = kvpi_join_strides(b);
     if (before->rows && before->whole && b->whole && before->zero == b->zero &&
         before->strides[3].n == b->strides[3].n && before->to + before->bytes == b->to &&
         before->from + before->bytes == b->from) {
@@ -4443,8 +4421,7 @@ static int kvpi_find_token(const kvprim_slots_desc *d, int64_t i, int64_t *reque
 {
     const kvprim_index_type type = d->token_type;
     if (!d->cu_seqlens) {
-        *request = kvpi_element(d->request, type, i);
-        *position = kvpi_element(d->position, type, i);
+        *request = kvpi_element(d->request, type, i), *position = kvpi_element(d->position, type, i);
         return 0;
     }
     while (*request < d->requests && kvpi_element(d->cu_seqlens, type, *request + 1) <= i)
@@ -4775,8 +4752,7 @@ static kvprim_status kvpi_check_list(const kvpi_list *l, kvpi_ends dst, kvpi_end
     KVPRIM_REFUSE(low <= high && l->count > KVPRIM_MAX_COPIES, SIZE,
                   "%s: count is %llu, more than %d, and sources lie between destinations", l->function,
                   (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
-    s.list = l;
-    s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
+    s.list = l, s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
     if (kvpi_debug)
         return first > last ? KVPRIM_OK : kvpi_sweep_range(&s, first, last - first);
     if (low > high || kvpi_pages_apart(&s, low, high))
@@ -5311,8 +5287,7 @@ KVPRIM_API kvprim_status kvprim_fetch(const kvprim_fetch_desc *desc)
     memset(words + 2, 0, 8 * (kvpi_fetch_words - 1));
     for (int64_t request = 0; request < f.d.count; request++)
         kvpi_fetch_request(&f, request);
-    for (int part = 0; part < 2; part++)
-        m[part].count *= f.listed;
+    m[0].count *= f.listed, m[1].count *= f.listed;
     return kvpi_run_moves(KVPRIM_OK, m, 2);
 }
 #endif /* KVPRIM_NO_FETCH */
@@ -5594,10 +5569,8 @@ KVPRIM_API void kvprim_sha256(const void *data, size_t bytes, void *digest)
 
 /* >>impl_keys -- rules, requests under way, tokens as engines encode them */
 
-#if defined(XXH_VERSION_NUMBER) && !defined(XXH_NO_XXH3)
-#if XXH_VERSION_NUMBER >= 800
+#if defined(XXH_VERSION_NUMBER) && !defined(XXH_NO_XXH3) && XXH_VERSION_NUMBER >= 800
 #define KVPRIM_XXH3
-#endif
 #endif
 
 enum { kvpi_by_sha, kvpi_by_xxh3, kvpi_pickle, kvpi_cbor, kvpi_raw };
@@ -5820,8 +5793,7 @@ static size_t kvpi_key_message(kvpi_chain *c, int sha)
 KVPRIM_INLINE void kvpi_end_block(kvpi_chain *c)
 {
     c->parent = c->key, c->parent_bytes = (size_t)c->rule->bytes;
-    c->key += c->parent_bytes;
-    c->block++;
+    c->key += c->parent_bytes, c->block++;
 }
 
 static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
