@@ -507,11 +507,9 @@ typedef struct kvprim_transfer_desc {
     int64_t reserved;
 } kvprim_transfer_desc;
 
-/* Limits: more is KVPRIM_ERROR_SIZE. */
-enum {
-    KVPRIM_MAX_LAYERS = 65536,        /* their check takes less than 0.1 s, whatever their order */
-    KVPRIM_MAX_INDEX_STRIDE = 1 << 28 /* elements: in bytes it fits 32 bits */
-};
+/* More is KVPRIM_ERROR_SIZE. The check of so many layers takes less than 0.1 s in any order; the stride, in elements,
+   fits 32 bits in bytes. */
+enum { KVPRIM_MAX_LAYERS = 65536, KVPRIM_MAX_INDEX_STRIDE = 1 << 28 };
 
 /* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do. Rows that convert
    cannot stay inside one cache: with same_cache the formats, if there are any, have the same type and no scales.
@@ -1497,7 +1495,6 @@ KVPRIM_ELEMENT uint32_t kvpi_to_short_scale(kvprim_dtype dtype, float scale)
 
 #include <stdarg.h>
 #include <stdio.h>
-#include <string.h>
 
 #ifdef KVPRIM_X86
 #include <immintrin.h>
@@ -1895,8 +1892,7 @@ KVPRIM_AVX512 static size_t kvpi_many_avx512(const int32_t *query, size_t query_
             len = kvpi_many_rest_avx512(query, keys[i], n);
         if (out_len)
             out_len[i] = len;
-        best = len > best_len ? i : best;
-        best_len = len > best_len ? len : best_len;
+        best = len > best_len ? i : best, best_len = len > best_len ? len : best_len;
     }
     return best;
 }
@@ -2095,8 +2091,7 @@ static size_t kvpi_many_each(const int32_t *query, size_t query_len, const int32
         const size_t len = prefix_i32(query, query_len, keys[i], key_lens[i]);
         if (out_len)
             out_len[i] = len;
-        best = len > best_len ? i : best;
-        best_len = len > best_len ? len : best_len;
+        best = len > best_len ? i : best, best_len = len > best_len ? len : best_len;
     }
     return best;
 }
@@ -3017,10 +3012,8 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b, int *budget)
     return 0;
 }
 
-enum {
-    kvpi_meet_budget = 1 << 16, /* steps of kvpi_any_meet: about 1 ms. Then scales are refused */
-    kvpi_pair_budget = 1 << 12  /* for K beside V: about 60 us. Then row 0 of both decides */
-};
+enum { kvpi_meet_budget = 1 << 16 }; /* steps of kvpi_any_meet: about 1 ms. Then scales are refused */
+enum { kvpi_pair_budget = 1 << 12 }; /* for K beside V: about 60 us. Then row 0 of both decides */
 
 /* >>impl_check_uses -- whether two things that a call uses meet, and it writes one of them */
 
