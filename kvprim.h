@@ -48,8 +48,7 @@
        >>impl_rows       where a row starts: index rule, page arithmetic; for kernels, too
        >>impl_elements   conversions of one element; what a new element type touches
        >>impl_types      ... by type: its bytes, its largest value, both conversions
-       >>impl            the implementation:
-           >>impl_status
+       >>impl            the implementation, from >>impl_status on:
            prefix        >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
            checks        >>impl_table   >>impl_check   >>impl_check_format   >>impl_check_side   >>impl_check_layers
                          >>impl_check_areas   >>impl_check_uses
@@ -619,9 +618,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
 #ifndef KVPRIM_NO_FETCH
 /* >>fetch ----------------------------------------------------------------------------------------------------------
 
-   For sparse attention: a request's rows lie in host memory, and hot_rows of them also in a hot table, where attention
-   reads them. Each call names the tokens that every request wants now. Those that are not hot are fetched, and take the
-   hot rows that have not been used for the longest time.
+   For sparse attention: a request's rows lie in host memory, and hot_rows of them also in a hot table, which attention
+   reads. Each call names the tokens each request wants. Those not hot are fetched into the least recently used rows.
 
    A state is the set of one request: state s owns the hot rows s * hot_rows to (s + 1) * hot_rows - 1, and knows which
    token each of them holds and in what order they were used. The entries of a request are its fresh tokens, then the
@@ -4523,8 +4521,7 @@ static kvpi_ends kvpi_list_ends(const kvpi_list *l, int side)
     for (uint64_t i = 0; i < l->count; i++) {
         const uint64_t bytes = kvpi_size(l, side, i), start = bytes ? kvpi_start(l, side, i) : UINT64_MAX;
         const uint64_t last = bytes ? kvpi_last_byte(start, bytes) : 0;
-        ends.first = start < ends.first ? start : ends.first;
-        ends.last = last > ends.last ? last : ends.last;
+        ends.first = start < ends.first ? start : ends.first, ends.last = last > ends.last ? last : ends.last;
     }
     return ends;
 }
