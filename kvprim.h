@@ -1080,9 +1080,8 @@ KVPRIM_ANYWHERE int64_t kvpi_row_offset(const kvprim_side *side, int64_t row)
 }
 
 #ifndef KVPRIM_NO_FETCH
-/* A set's memory. First what a call uses while it runs (zeros after a reset of all): kvpi_fetch_words of 8 bytes, then
-   for each state the last launch that used it, and from `list` on rows to copy: source, launch, destination, launch.
-   Then the states, `each` int32 apart:
+/* A set's memory. First what a running call uses (zeros after a full reset): kvpi_fetch_words of 8 bytes, each state's
+   last launch, and from `list` on rows to copy: source, launch, destination, launch. Then states, `each` int32 apart:
 
        head, tail, 0, 0      of the log
        log[logged]           slots in the order of their use
