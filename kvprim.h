@@ -90,8 +90,8 @@
                                then sorted as >>copy says of the slowest check.
    KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range with the
                                function's name around every call that moves or compares, except the named variants.
-                               Needs NVTX's headers (nvtx3/ in the CUDA Toolkit), C++ or a compiler with the attribute
-                               `cleanup`, and -ldl where dlopen is not in libc. Undefined, it costs nothing.
+                               Needs NVTX's header-only C API (nvtx3/ in the CUDA Toolkit), C++ or a compiler with the
+                               attribute `cleanup`, and -ldl where dlopen is not in libc. Undefined, it costs nothing.
 */
 #if defined(KVPRIM_H) && KVPRIM_VERSION != 300
 #error "kvprim.h 0.3.0 meets another version of it in one unit"
