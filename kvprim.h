@@ -3292,8 +3292,8 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
                           uint32_t *rejected)
 {
-    m->names = names, m->row_bytes = row_bytes, m->count = count, m->rejected = rejected;
-    m->layers = 1, m->zero = 0, m->same_cache = 0, m->reserved_cache = 0;
+    m->names = names, m->row_bytes = row_bytes, m->count = count;
+    m->layers = 1, m->zero = 0, m->same_cache = 0, m->reserved_cache = 0, m->rejected = rejected;
 }
 
 static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move *m)
