@@ -39,7 +39,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
 BUDGETS = {'kvprim.h': Budget(6230, 0, 0), 'kvprim_cuda.cuh': Budget(6653, 104, 800),
-           'kvprim_nccl.h': Budget(5487, 80, 1273)}
+           'kvprim_nccl.h': Budget(5461, 80, 1273)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
