@@ -768,7 +768,8 @@ KVPRIM_API int64_t kvprim_key_bytes(kvprim_key_rule rule);
    the rule, alignment), UNSUPPORTED (compiled without xxhash.h). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_keys(const kvprim_keys_desc *requests, size_t n);
 
-/* A key's number in engine events: vLLM's last 8 bytes, others' first; big-endian except DYNAMO's. SGLang's: int64. */
+/* The number that stands for a key in events of its engine: vLLM's last 8 bytes, others' first (big-endian, except
+   DYNAMO's). SGLang's is this as int64. */
 KVPRIM_API uint64_t kvprim_key_event(kvprim_key_rule rule, const void *key);
 
 /* SHA-256 of a buffer, 32 bytes: for first parents. */

@@ -70,9 +70,8 @@
    KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
-   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 2 s of
-                               nvcc (13.0) and 0.4 MB for each architecture. A call that needs one then returns
-                               KVPRIM_ERROR_UNSUPPORTED
+   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements (2 s of nvcc 13.0 and
+                               0.4 MB for each architecture). Calls that need one return KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NO_FOUR_BIT          the same for those that convert elements of 4 bits (0.1 MB)
    KVPRIM_NO_UNPACK            the same for unpack, unpack_meta and copy (1 s, 0.3 MB), which then return it
    KVPRIM_NO_FETCH             every translation unit or none, as in kvprim.h
@@ -92,9 +91,8 @@ extern "C" {
 
 /* >>gpu_move -------------------------------------------------------------------------------------------------------
 
-   These functions do what the functions of kvprim.h without _cuda in their names do: same descriptor, rules, aliasing
-   and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a reserved field that is not 0 is
-   KVPRIM_ERROR_ARGUMENT.
+   These do what kvprim.h's functions without _cuda in the name do: same descriptor, rules, aliasing and errors. launch
+   may be NULL. A negative max_sms, a pdl other than 0 and 1, or a nonzero reserved field is KVPRIM_ERROR_ARGUMENT.
 
    Formats (>>format in kvprim.h): gather, store, transfer and checked moves convert elements in every layout, with the
    bits that the CPU gives, whatever nvcc's options for fast arithmetic are. Formats are host memory and are read during
@@ -107,17 +105,15 @@ extern "C" {
    4,096 bytes, and no tile reaches into a second piece; INT8's tiles are 16 to 512 elements, a power of two. V may have
    K's types and kind of scale, or, beside K with computed scales, consist of bytes in words of 16; so may the second
    move of a kvprim_cuda_move whose first is a gather that converts, from the same rows, with no more bytes than the
-   first one writes, both less than 4,096, and without `rejected`. Other conversions take one launch each and, if groups
-   of 8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15 times. If a side of a transfer is
-   pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No conversion uses the copy
-   engine. */
+   first writes, both less than 4,096, and without `rejected`. Other conversions take one launch each and, if groups of
+   8 elements are aligned, 1.1 to 2 times as long; element by element 5 to 15 times. If a side of a transfer is pinned
+   host memory and max_sms is 0, it runs on 8 multiprocessors, at PCIe's speed. No conversion uses the copy engine. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
-/* One launch reads the arrays and writes slot in stream order. So a store or gather that is enqueued next may use slot
-   as its slots or index, also with pdl. */
+/* One launch reads the arrays and writes slot in stream order. The next store or gather may use slot, also with pdl. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
@@ -125,14 +121,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    launches of their own. Each side lies in any of the memories above, and so do the indices. The arrays of layers are
    host memory, free to reuse on return. The host may touch pinned rows and indices again when the work is done.
    Device layers: the GPU reads dst_device_layers and src_device_layers when the work runs; in a graph, at each replay.
-   One launch moves any number of layers, unless the other side has a host array of them, and the call takes the host
-   equally long for any number. Bases need not be multiples of 16 bytes. A launch takes up to 0.2 us longer than with
-   host arrays (H200).
+   One launch moves any number of layers, unless the other side has a host array of them, and any number takes the host
+   equally long. Bases need not be multiples of 16 bytes. Launches take up to 0.2 us more than with host arrays (H200).
    host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. They travel in the
-   launch's parameters, with 4 bytes each (8 if a table has 2^31 rows or more). A launch holds about 8,000 of them (900
-   if it converts, or if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with indices in
-   the GPU's memory. More take several launches, one after the other, of about 2 us each (H200). The call takes up to
-   38 KB of stack.
+   launch's parameters, 4 bytes each (8 if a table has 2^31 rows or more). A launch holds about 8,000 of them (900 if it
+   converts, or if compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with indices in the GPU's memory.
+   More take several launches, one after the other, of about 2 us each (H200). The call takes up to 38 KB of stack.
    Pinned or not: if the first row of a side, its array of device layers or its index is ordinary host memory that the
    GPU cannot reach, the call fails with KVPRIM_ERROR_ARGUMENT. So it does if the index is memory of a GPU and
    host_index is 1. Answers of CUDA are remembered by address, so memory that was freed and allocated anew as another
@@ -142,30 +136,27 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    Between pinned host memory and a GPU, PCIe is the limit. What follows holds from 64 KB on. Rows behind device layers
    are taken for the GPU's if the other side is pinned host memory. If both sides have device layers, or the rows behind
    them lie in host memory, set max_sms instead.
-   - The copy engine moves transfers without an index or gaps between pages or heads (gaps between rows only if these
-     have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more. It
-     takes no multiprocessor.
+   - The copy engine moves transfers without an index or gaps between pages, heads, or rows of less than 512 bytes, if
+     they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more. It takes no multiprocessor.
    - If max_sms is 0, others run with 128 to 512 threads on each of 4 to 8 multiprocessors, and with more threads on 8
      if their rows or pieces do not begin and end at multiples of 16 bytes or have only 16. With rows of 1, 4, 16 and 64
      KB they reach 0.93 to 0.95 of the copy engine; rows or pieces of less than 2 KB that are no multiple of 128 bytes
      about half, except where they follow each other on one side: those of all layers (a page of all layers in host
      memory, say) or of one row. 61 layers of 656 bytes reach 0.94. Both directions at once move 72 to 81 GB/s in sum.
-   - Beside such a transfer a kernel of arithmetic takes 1.07 to 1.15 times as long. A kernel limited by memory takes
-     1.01 to 1.02 times as long if rows of 4 KB go to the host, which then get 20 GB/s, and 1.15 if they come from
-     there, at 38 GB/s. max_sms = 8 takes all threads of 8 multiprocessors: 50 GB/s, and 1.5 to 1.8 times as long
-     (H200). */
+   - Beside such a transfer a kernel of arithmetic takes 1.07 to 1.15 times as long. One limited by memory takes 1.01 to
+     1.02 times as long if rows of 4 KB go to the host, which get 20 GB/s, and 1.15 if they come from there, at 38 GB/s.
+     max_sms = 8 takes all threads of 8 multiprocessors: 50 GB/s, and 1.5 to 1.8 times as long (H200). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
-/* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of
-   them again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
-   layers, if they have less than 2^31 rows and pieces (see kvprim_cuda_transfer) in sum: K and V of different width,
-   values and their scales. More take several. A move with device layers or host_index takes a launch of its own. So
-   does every move of the call if only some of them begin and end at multiples of 16 bytes, one of these has 4 MB or
-   more, and max_sms is 0. The moves of a call run in no particular order, so none may touch what another writes; they
-   may share one `rejected`. `moves`, formats, layer arrays, and indices with host_index are host memory, read before
-   the call returns. Only with KVPRIM_DEBUG does it check what memory rows, indices and scales are. Errors: NULL (moves,
-   with n > 0), ARGUMENT (launch), CUDA. */
+/* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, without checking them
+   again. Up to 4 moves, of any row sizes, counts, indices and layers, take one launch if they have in sum up to 180
+   layers and less than 2^31 rows and pieces (see kvprim_cuda_transfer): K and V of different width, values and their
+   scales. More take several. A move with device layers or host_index takes a launch of its own. So does every move if
+   only some of them begin and end at multiples of 16 bytes, one of these has 4 MB or more, and max_sms is 0. Moves run
+   in no particular order, so none may touch what another writes; they may share one `rejected`. `moves`, formats, layer
+   arrays, and indices with host_index are host memory, read before the call returns. Only KVPRIM_DEBUG checks what
+   memory rows, indices and scales are. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
@@ -173,10 +164,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
    their offsets and sizes differ, mostly 2 to 8 bytes each, and nothing for a side on which all lie equally far apart.
    Where sizes differ much, each takes 4 bytes more, and every 16 another 4. If many are adjacent, adjacent ones move as
    one. If that leaves one of 16 MB or more that begins at a multiple of 16 on both sides, and max_sms is 0, the call
-   enqueues a cudaMemcpyAsync. A launch takes up to 32,760 bytes of parameters (4,000 if this file is compiled by CUDA
-   before 12.1; a newer one needs a driver of at least 12.1). Larger batches are split into several launches, which
-   overlap where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of
-   stack. */
+   enqueues a cudaMemcpyAsync. A launch takes up to 32,760 bytes of parameters (4,000 if compiled by CUDA before 12.1; a
+   newer one needs a driver of at least 12.1). Larger batches are split into several launches, which overlap where pdl
+   works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -194,18 +184,16 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unp
                                                                 const kvprim_cuda_launch *launch);
 
 /* All that kvprim_cuda_unpack says holds here, with addresses in place of offsets: a launch holds the bits in which
-   they differ. Each item lies in any of the memories above, below address 2^62 (else KVPRIM_ERROR_SIZE). If the items
-   make one block of zeros of 64 KB or more (16 MB with pdl) that begins at a multiple of 16, and max_sms is 0, the call
-   enqueues a cudaMemsetAsync. */
+   they differ. Items lie in any of the memories above, below address 2^62 (else SIZE). If they make one block of zeros
+   of 64 KB or more (16 MB with pdl) at a multiple of 16, and max_sms is 0, the call enqueues a cudaMemsetAsync. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc,
                                                          const kvprim_cuda_launch *launch);
 
 #ifndef KVPRIM_NO_FETCH
-/* One launch looks up what is wanted and copies the rows that are missing, from pinned host memory or memory of a GPU;
-   ordinary host memory is KVPRIM_ERROR_ARGUMENT if it is k, v or set.memory (see kvprim_cuda_transfer). A request is
-   looked up by one block, 2,048 entries at a time; up to 32 more blocks copy the rows of all requests. Fast if rows and
-   strides are multiples of 16 bytes. All calls with a set follow each other in stream order. Errors also: SIZE (rows in
-   2^31 pieces or more). */
+/* One launch looks up what is wanted and copies the missing rows, from pinned host memory or memory of a GPU; ordinary
+   host memory as k, v or set.memory is ARGUMENT (see kvprim_cuda_transfer). One block looks up a request, 2,048 entries
+   at a time; up to 32 more blocks copy the rows of all requests. Fast if rows and strides are multiples of 16 bytes.
+   All calls with a set follow each other in stream order. Errors also: SIZE (rows in 2^31 pieces or more). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_fetch_reset(const kvprim_fetch_set *set, int64_t state,
@@ -421,8 +409,7 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(bool now = true)
 }
 
 /* Global memory by address: an asm volatile keeps its place among the others (loads have no clobber, as no row that is
-   read is written). Left to itself the compiler puts the loads of a store after the test of its slot, and waits twice
-   where it could wait once. */
+   read is written). Otherwise the compiler puts the loads of a store after the test of its slot, and waits twice. */
 #define KVPRIM_LOAD(name, type, ptx, to)                                                                               \
     KVPRIM_DEVICE type name(uint64_t address)                                                                          \
     {                                                                                                                  \
@@ -533,9 +520,8 @@ KVPRIM_DEVICE void kvpc_fetch_line(uint64_t address, bool fetches)
                  "r"((uint32_t)fetches));
 }
 
-/* Reads the first and the last granule of a row if the row fills only part of them. Memory writes whole granules:
-   of one that a row covers in part the rest is read first. Starting that read now, not when the cache evicts the line,
-   saves the time of some hundred bytes. */
+/* Reads the first and last granule of a row if it fills only part of them. Memory writes whole granules, and reads the
+   rest of one first: doing so now, not when the cache evicts the line, saves the time of some hundred bytes. */
 KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes, bool fetches = true)
 {
     kvpc_fetch_line(row, fetches && row % kvpc_granule_bytes);
@@ -639,8 +625,7 @@ template <uint32_t loads> KVPRIM_DEVICE void kvpc_place_words(uint64_t *words, u
 
 /* >>impl_row_kernels ------------------------------------------------------------------------------------------------
 
-   Plain rows are small enough for 32-bit arithmetic, and only the table that the index names may have pages and heads:
-   see kvpc_is_plain. */
+   Plain rows (kvpc_is_plain) fit 32-bit arithmetic; only the table that the index names may have pages and heads. */
 
 /* One table and the rows beside it: K, or V. */
 typedef struct kvpc_ends {
@@ -781,8 +766,7 @@ KVPRIM_DEVICE void kvpc_place_indexed(const kvpc_plain &p, uint64_t *words, uint
 
 /* The two kernels below, for rows that begin at multiples of 16 bytes. Gathers wait in any launch: where there is
    nothing to wait for, that returns at once. Stores that asked took 2 % longer (H100).
-   - row_threads threads move a row, or a part of it. Each moves the word at `at`, and for each further load the word
-     row_threads words after it.
+   - row_threads threads move a row, or a part of it: each the word at `at`, then every row_threads-th word after it.
    - In the last word of a row with kvpc_tails, only the row's bytes are written, but all 16 are read.
    - All addresses come before the loads, and all loads before the stores. */
 
@@ -856,8 +840,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 /* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has
    in its word w the bytes 16 w - lead to 16 w - lead + 15.
    - Each thread writes `loads` words, `step` apart, from word `first` on.
-   - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
-     them if it has no byte to copy.
+   - It funnel-shifts each out of the two aligned source words that it lies in, read only if it has a byte to copy.
    - Where the source may not be read (!reads), it writes zeros.
    - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for its place. */
 template <uint32_t loads = kvpc_bytes_loads>
@@ -890,9 +873,8 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
     }
 }
 
-/* Gather and store for plain rows of any size and alignment. Each group of kvpc_bytes_lanes threads moves one part of a
-   row, of K or of V. An index is counted before the copy, so that it takes no registers there: with 44 instead of 40,
-   dependent launches are 10 % slower. */
+/* Gathers and stores plain rows of any size and alignment. kvpc_bytes_lanes threads move a part of a K or V row. An
+   index is counted before the copy, to take no registers there: with 44, not 40, dependent launches are 10 % slower. */
 static __global__ void __launch_bounds__(kvpc_threads)
     kvpc_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
@@ -932,8 +914,7 @@ typedef struct kvpc_naming {
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
 } kvpc_naming;
 
-/* Where the rows of one side lie. Unit u of row r starts at r * stride + page of r * page_step + head of u * head_step,
-   plus u * unit_bytes. */
+/* Unit u of a side's row r starts at r * stride + page of r * page_step + head of u * head_step + u * unit_bytes. */
 typedef struct kvpc_layout {
     int64_t stride, page_step, head_step;
     kvpc_divisor page, head; /* rows of a page, 0: no pages; units of a head, 0: one head */
@@ -949,8 +930,7 @@ typedef struct kvpc_task {
     uint64_t units;        /* of a row */
     kvpc_divisor parts;    /* of a unit */
     kvpc_layout dst, src;
-    uint64_t first_chunk;
-    uint64_t first_layer;
+    uint64_t first_chunk, first_layer;
     uint32_t *rejected;
 } kvpc_task;
 
@@ -1645,8 +1625,7 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float
     return word;
 }
 
-/* Makes 0 of each NaN, as INT8 does, and returns how many there were. The test of all by one sum is true also for sums
-   of infinities. */
+/* Makes 0 of each NaN, as INT8 does, and returns how many. The test by one sum is also true for sums of infinities. */
 template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_clear_nans(float *x)
 {
     uint32_t nans = 0;
@@ -1681,8 +1660,7 @@ KVPRIM_DEVICE float kvpc_load_tensor(uint64_t address)
     return address ? kvpc_load_f32(address) : 1;
 }
 
-/* Scales beside elements of 4 bits, of any type that >>format knows: the bytes of one, its bits (0 of 0 bytes), and
-   what they mean. */
+/* Scales of 4-bit elements, of any type in >>format: the bytes of one, its bits (0 of 0 bytes), and what they mean. */
 KVPRIM_DEVICE uint32_t kvpc_bytes_of_scale(kvprim_dtype type)
 {
     return type == KVPRIM_F32 ? 4 : type == KVPRIM_F16 ? 2 : 1;
@@ -1988,8 +1966,7 @@ KVPRIM_DEVICE void kvpc_store_octet(bool stores, uint32_t how, uint64_t address,
 #endif
 }
 
-/* Multiplies or divides octets, each by a scale of its own, or all by one, or by its reciprocal: all steps of one octet
-   beside those of the others. */
+/* Multiplies or divides octets by a scale each, or all by one or its reciprocal; the octets' steps interleave. */
 template <uint32_t octets, bool own_scale>
 KVPRIM_DEVICE void kvpc_scale_octets(uint32_t how, kvpc_octet *x, const float *scale)
 {
@@ -2274,9 +2251,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 
 /* >>impl_convert_tiles --------------------------------------------------------------------------------------------- */
 
-/* The largest magnitudes of the `lanes` threads of a tile, a power of two. With `one_or_two` there are so few as a
-   rule, and a loop suits them. Otherwise there are mostly 8 or 16, and a loop would take longer than the few shuffles
-   that change nothing. */
+/* The largest magnitudes of the `lanes` threads of a tile, a power of two. With `one_or_two` there are mostly so few,
+   and a loop suits them. Otherwise 8 or 16 are usual, and a loop takes longer than a few needless shuffles. */
 template <kvprim_dtype from, bool one_or_two> KVPRIM_DEVICE uint32_t kvpc_most_of_tile(uint32_t most, uint32_t lanes)
 {
     if (one_or_two) {
@@ -2550,9 +2526,8 @@ enum {
     kvpc_unaligned_blocks = kvpc_arch == 800 || kvpc_arch == 900 ? 3 : 0 /* sm_100 would spill */
 };
 
-/* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n. If mask is 0,
-   no numbers are stored and n is i. Otherwise n is what `mask` leaves of record i, from its byte `at` on, after a shift
-   right by `shift`. */
+/* A column: addresses of all fragments in dst or src, or their sizes. Number i is base + step * n. If mask is 0, none
+   is stored and n is i. Otherwise n is what `mask` leaves of record i, from byte `at` on, shifted right by `shift`. */
 typedef struct kvpc_numbers {
     uint64_t base, step, mask;
     uint32_t shift, at;
@@ -2571,8 +2546,7 @@ typedef struct kvpc_unpack {
     int32_t goes_on;                  /* the next launch is of the same batch */
 } kvpc_unpack;
 
-/* Records come first. They have as few bytes as hold their bits: parameters are what a batch of small fragments takes
-   its time for. */
+/* Records come first, in as few bytes as hold their bits: parameters take most time of a batch of small fragments. */
 template <uint32_t bytes> struct kvpc_unpack_params {
     kvpc_unpack head;
     uint32_t n32[(bytes - sizeof(kvpc_unpack)) / 4];
@@ -2905,8 +2879,7 @@ KVPRIM_DEVICE void kvpc_copy_small_range(const kvpc_meta &p, const kvpc_range &r
 }
 
 /* The loads are plain: volatile ones of mapped memory take 10 to 30 times as long (H200).
-   Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
-   write while this runs. */
+   Nothing that was read decides alone whether a thread comes to a barrier: despite its promise the caller may write. */
 template <uint32_t most_threads>
 static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta_threads ? kvpc_meta_blocks : 1)
     kvpc_meta_kernel(const KVPRIM_GRID_CONSTANT kvpc_meta KVPRIM_IN_PLACE p)
@@ -2935,8 +2908,7 @@ static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
-/* The status of a check in kvprim.h, whose errors begin with "kvprim_": "kvprim_gather: ..." becomes
-   "kvprim_cuda_gather: ...". */
+/* The status of a check in kvprim.h; its error "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
 static kvprim_status kvpc_checked(kvprim_status status)
 {
     return status == KVPRIM_OK ? status
@@ -3303,8 +3275,7 @@ static bool kvpc_has_plain_sides(const kvprim_move *m, uint64_t *bits)
            base <= int32_rows - rows && !kvpc_is_paged(other);
 }
 
-/* Whether the kernels of plain rows can take a gather or a store: with pages and heads only if everything is made of
-   whole words. */
+/* Whether the kernels of plain rows can take a gather or store: with pages and heads only if all is whole words. */
 static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
 {
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
@@ -3366,9 +3337,7 @@ template <class params> static uint32_t kvpc_shape_rows(params *p, uint32_t byte
     for (uint32_t y = rows + 1; all > kvpc_some_threads && parts == 1 && y * x <= kvpc_most_threads; y++)
         if (-(y * x) % 32 * rows < -(rows * x) % 32 * y)
             rows = y;
-    p->row_threads = x;
-    p->row_magic = (65536 + x - 1) / x;
-    p->block_rows = rows;
+    p->row_threads = x, p->row_magic = (65536 + x - 1) / x, p->block_rows = rows;
     return parts;
 }
 
@@ -3439,9 +3408,7 @@ template <class params> static void kvpc_set_index(params *p, const kvprim_side 
     p->index_is_i64 = indexed->index_type == KVPRIM_I64;
     p->index_step = (uint32_t)indexed->index_stride * (p->index_is_i64 ? 8 : 4);
     p->rejected = m->rejected;
-    p->rows = (uint32_t)indexed->table.rows;
-    p->base = (uint32_t)indexed->index_base;
-    p->count = (uint32_t)m->count;
+    p->rows = (uint32_t)indexed->table.rows, p->base = (uint32_t)indexed->index_base, p->count = (uint32_t)m->count;
 }
 
 /* One plain move, or K and V. `bits`: see kvpc_is_plain_side. */
@@ -3456,8 +3423,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
         const kvprim_side *const side = m->zero ? &m->src : &m->dst;
         p.pair[k].dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
         p.pair[k].src = (uintptr_t)kvprim_side_layer(&m->src, 0);
-        p.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
-        p.pair[k].src_stride = (uint32_t)m->src.table.stride;
+        p.pair[k].dst_stride = (uint32_t)m->dst.table.stride, p.pair[k].src_stride = (uint32_t)m->src.table.stride;
         p.step[k] = kvpc_steps{(uint32_t)kvpc_page_step(&side->table), (uint32_t)kvpc_head_step(side)};
         p.row_bytes[k] = (uint32_t)m->row_bytes;
         if (!m->zero || m->dst.table.stride != m->row_bytes)
@@ -3474,8 +3440,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     /* Only kvpc_tails fetches edges; rows of whole words take it from kvpc_few_bytes on. */
     const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
     const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
-    const bool paged = kvpc_is_paged(indexed);
-    return kvpc_start_words(call, &p, p.gather ? 0 : (uint32_t)n, paged, tails);
+    return kvpc_start_words(call, &p, p.gather ? 0 : (uint32_t)n, kvpc_is_paged(indexed), tails);
 }
 
 /* >>impl_convert_plan ---------------------------------------------------------------------------------------------- */
@@ -3590,10 +3555,8 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_convert *p)
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_table *const t = &indexed->table;
     kvpc_route s = {};
-    s.dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
-    s.dst_stride = (uint32_t)m->dst.table.stride;
-    s.page = (uint32_t)kvpc_page_step(t);
-    s.head = (uint32_t)kvpc_head_step(indexed);
+    s.dst = (uintptr_t)kvprim_side_layer(&m->dst, 0), s.dst_stride = (uint32_t)m->dst.table.stride;
+    s.page = (uint32_t)kvpc_page_step(t), s.head = (uint32_t)kvpc_head_step(indexed);
     s.octets = (uint32_t)(other->piece_bytes * other->table.heads / 16);
     if (t->page_rows > 0)
         p->page = kvpc_divisor_of(t->page_rows).narrow;
@@ -3602,17 +3565,13 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_convert *p)
     const kvprim_format &f = indexed->format;
     if (f.scale)
         s.scales = f.scales ? (uintptr_t)f.scales : (uintptr_t)kvprim_side_layer(indexed, 0) + (uint64_t)f.scale_offset;
-    s.tensor = (uintptr_t)f.tensor_scale;
-    s.tile = (uint32_t)f.scale_tile_stride;
-    if (f.scale == KVPRIM_SCALE_TILE) {
-        s.scale_row = (uint32_t)f.scale_stride;
-        s.scale_page = (uint32_t)kvpc_scale_page_step(t, &f);
-    }
+    s.tensor = (uintptr_t)f.tensor_scale, s.tile = (uint32_t)f.scale_tile_stride;
+    if (f.scale == KVPRIM_SCALE_TILE)
+        s.scale_row = (uint32_t)f.scale_stride, s.scale_page = (uint32_t)kvpc_scale_page_step(t, &f);
     return s;
 }
 
-/* Where the scales of a route lie if they have heads. Those that are swizzled take every fourth byte, and those of the
-   next row the bytes after them. */
+/* Where scales with heads lie. Swizzled ones take every fourth byte, those of the next row the bytes after them. */
 static void kvpc_set_scale_heads(kvpc_convert *p, size_t route, const kvprim_format &f)
 {
     const uint32_t tiles = (uint32_t)f.scale_stride, step = f.scale_order ? 4 : 1; /* tiles of a head */
@@ -3720,8 +3679,7 @@ static uint32_t kvpc_set_rounds(kvpc_convert_tiles *p, uint32_t heads, uint32_t 
 {
     const uint64_t enough = 1024 * (uint64_t)kvpc_multiprocessors(); /* threads */
     const uint32_t tiles = p->octets / p->tile_octets, head_tiles = heads > 1 ? tiles / heads : 0;
-    uint32_t lanes = tiles << p->lanes_shift;
-    uint32_t rounds = 1;
+    uint32_t lanes = tiles << p->lanes_shift, rounds = 1;
     p->round_tiles = tiles;
     while (rounds < most && p->round_tiles % (head_tiles ? 2 * head_tiles : 2) == 0 &&
            (uint64_t)p->count * tables * lanes / 2 >= enough)
@@ -3745,9 +3703,7 @@ static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t table
         rows *= 2;
     const uint32_t threads = kvpc_whole_warps(rows * row);
     row = few ? threads / rows : row;
-    p->row_threads = row;
-    p->block_rows = rows;
-    p->row_magic = (65536 + row - 1) / row;
+    p->row_threads = row, p->block_rows = rows, p->row_magic = (65536 + row - 1) / row;
     p->k_threads = few ? lanes : threads;
     if (v_lanes)
         p->v_magic = (65536 + v_lanes - 1) / v_lanes;
@@ -3808,14 +3764,10 @@ static kvprim_status kvpc_run_scaled(const kvpc_call *call, const kvprim_move *m
         if (m->dst.table.heads == 1 && (p->route[k].dst_stride | 8 * p->route[k].octets) % kvpc_granule_bytes)
             p->route[k].edges = 8 * p->route[k].octets;
     if (halves) {
-        p->octets /= 2;
-        p->route[0].octets = p->octets;
-        p->route[1] = p->route[0];
-        p->route[1].edges = 0;
-        p->src[1] = p->src[0] + 16 * (uint64_t)p->octets;
-        p->src_stride[1] = p->src_stride[0];
-        p->route[1].dst += 8 * (uint64_t)p->octets;
-        p->route[1].octet = p->octets;
+        p->octets /= 2, p->route[0].octets = p->octets;
+        p->route[1] = p->route[0], p->route[1].edges = 0;
+        p->src[1] = p->src[0] + 16 * (uint64_t)p->octets, p->src_stride[1] = p->src_stride[0];
+        p->route[1].dst += 8 * (uint64_t)p->octets, p->route[1].octet = p->octets;
     }
     if (!m->zero && routes == 1 && !m->dst.format.scale)
         p->how |= kvpc_divides; /* by 1, as kvpc_convert_store_kernel multiplies late */
@@ -3893,14 +3845,10 @@ static kvpc_layout kvpc_layout_of(const kvprim_side *side, int64_t unit, uint64_
 static void kvpc_set_task(kvpc_task *t, const kvprim_move *m, uint64_t *bits)
 {
     const int64_t unit = kvpc_gcd(m->dst.piece_bytes, m->src.piece_bytes);
-    t->dst_rows = kvpc_naming_of(&m->dst, m->count);
-    t->src_rows = kvpc_naming_of(&m->src, m->count);
-    t->dst = kvpc_layout_of(&m->dst, unit, bits);
-    t->src = kvpc_layout_of(&m->src, unit, bits);
-    t->unit_bytes = (uint64_t)unit;
-    t->units = (uint64_t)(m->row_bytes / unit);
-    t->count = kvpc_divisor_of(m->count);
-    t->zero = m->zero != 0;
+    t->dst_rows = kvpc_naming_of(&m->dst, m->count), t->src_rows = kvpc_naming_of(&m->src, m->count);
+    t->dst = kvpc_layout_of(&m->dst, unit, bits), t->src = kvpc_layout_of(&m->src, unit, bits);
+    t->unit_bytes = (uint64_t)unit, t->units = (uint64_t)(m->row_bytes / unit);
+    t->count = kvpc_divisor_of(m->count), t->zero = m->zero != 0;
 }
 
 /* Into log2 of how many threads' share a unit is cut, by the largest unit of a launch. */
@@ -3914,9 +3862,7 @@ static uint32_t kvpc_lanes_shift(const kvpc_call *call, uint64_t unit, bool alig
 /* Cuts the units of all tasks into chunks of `loads` words a thread. */
 template <class params> static void kvpc_cut(params *p, kvpc_task *tasks, uint32_t n, uint32_t shift, uint32_t loads)
 {
-    p->lanes_shift = shift;
-    p->part_bytes = 16 * loads << shift;
-    p->total = 0;
+    p->lanes_shift = shift, p->part_bytes = 16 * loads << shift, p->total = 0;
     for (kvpc_task *t = tasks; t != tasks + n; t++) {
         t->parts = kvpc_divisor_of((int64_t)((t->unit_bytes + p->part_bytes - 1) / p->part_bytes));
         t->chunks = kvpc_divisor_of((int64_t)(t->units * t->parts.by));
@@ -3962,9 +3908,8 @@ static kvpc_call kvpc_on_link(const kvpc_call *call, uint64_t unit, bool aligned
     return start;
 }
 
-/* `bits`: see kvpc_layout_of; the layers' addresses count as well. On few multiprocessors a thread loads 8 words before
-   it stores, of rows of 513 to 1,024 bytes only 4, which is faster except over the link; and 4 where several moves take
-   registers. */
+/* `bits`: see kvpc_layout_of; the layers' addresses count, too. On few multiprocessors a thread loads 8 words before it
+   stores; 4 of rows of 513 to 1,024 bytes, faster except over the link, and 4 where several moves take registers. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t bits)
 {
@@ -3998,8 +3943,7 @@ static void kvpc_join_rows(kvprim_move *m)
         return;
     const int64_t rows = kvpc_gcd(kvpc_gcd(dst->page_rows, src->page_rows), m->count);
     dst->stride = src->stride = m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes *= rows;
-    dst->page_rows /= rows, src->page_rows /= rows;
-    m->count /= rows;
+    dst->page_rows /= rows, src->page_rows /= rows, m->count /= rows;
 }
 
 /* Whether a move is a transfer between pinned host memory and a GPU of 64 KB or more. A shorter one takes about 1 us,
@@ -4046,8 +3990,7 @@ static bool kvpc_is_alike_side(const kvprim_side *a, const kvprim_side *b)
            x->page_stride == y->page_stride && x->heads == y->heads && x->head_stride == y->head_stride;
 }
 
-/* Whether a move differs from the one before it only in its memory, as V often does from K: then its layers join
-   the task of the one before. */
+/* Whether a move differs from the one before only in memory, as V often does from K: then its layers join that task. */
 static bool kvpc_is_alike(const kvprim_move *a, const kvprim_move *b)
 {
     return a->row_bytes == b->row_bytes && a->count == b->count && a->zero == b->zero && !b->rejected &&
@@ -4069,8 +4012,7 @@ static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvpr
     if (!alike) {
         kvpc_task *const task = &p->task[p->tasks++];
         kvpc_set_task(task, m, bits);
-        task->first_layer = used;
-        task->layers = 0;
+        task->first_layer = used, task->layers = 0;
         task->rejected = first == 0 ? m->rejected : NULL; /* counted in layer 0 */
     }
     p->task[p->tasks - 1].layers += layers;
@@ -4164,16 +4106,14 @@ static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const 
     kvpc_task *const t = &p->task;
     uint64_t bits = 0;
     uint32_t used = kvpc_first_word;
-    p->row_words = kvpc_row_words(m);
-    p->pdl = call->launch.pdl != 0;
+    p->row_words = kvpc_row_words(m), p->pdl = call->launch.pdl != 0;
     kvpc_set_task(t, m, &bits);
     p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, &bits);
     p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, &bits);
     t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
     t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
     t->count = kvpc_divisor_of(slice->rows);
-    t->first_layer = 0;
-    t->layers = (uint32_t)slice->layers;
+    t->first_layer = 0, t->layers = (uint32_t)slice->layers;
     t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
     return bits % 16 == 0;
 }
@@ -4183,8 +4123,7 @@ static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move 
 {
     typedef kvpc_listed<bytes> params;
     params p;
-    const bool few = call->launch.max_sms > 0;
-    const bool aligned = kvpc_fill_listed(call, m, slice, &p);
+    const bool few = call->launch.max_sms > 0, aligned = kvpc_fill_listed(call, m, slice, &p);
     kvpc_cut(&p, &p.task, 1, kvpc_lanes_shift(call, p.task.unit_bytes, aligned),
              few ? kvpc_few_loads : kvpc_once_loads);
     uint32_t most_threads;
@@ -4319,8 +4258,7 @@ static int32_t kvpc_layers_in_run(const kvprim_side *side, const kvprim_move *m,
     return n;
 }
 
-/* Finds the runs of the near side: a row's layers, or a row that lies in heads on the far side. False if a run is one
-   unit. */
+/* Finds the near side's runs: a row's layers, or a row in heads on the far side. False if a run is one unit. */
 static bool kvpc_set_runs(kvpc_lines *p, const kvprim_move *m, bool near_is_dst)
 {
     const kvprim_side *const near_side = near_is_dst ? &m->dst : &m->src;
@@ -4334,8 +4272,7 @@ static bool kvpc_set_runs(kvpc_lines *p, const kvprim_move *m, bool near_is_dst)
     for (uint32_t u = 0; u < p->groups * p->units; u++)
         p->unit[u] = heads > 1 ? kvpc_layer_at(far_side, 0) + u * (uint64_t)far_side->table.head_stride
                                : kvpc_layer_at(far_side, (int32_t)u);
-    p->near_is_dst = near_is_dst;
-    p->near_base = kvpc_layer_at(near_side, 0);
+    p->near_is_dst = near_is_dst, p->near_base = kvpc_layer_at(near_side, 0);
     return p->units > 1;
 }
 
@@ -4392,8 +4329,7 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
 /* What is done with a number: nothing, or with its scale, its scale's inverse, a division. */
 enum { kvpc_unscaled, kvpc_multiplied, kvpc_inverted, kvpc_divided };
 
-/* How a launch converts. Sizes of elements are powers of two: 1 << dst_shift bytes; half of that in the kernels for
-   elements of 4 bits. */
+/* How a launch converts. Element sizes are powers of two: 1 << dst_shift bytes; half of that in kernels for 4 bits. */
 typedef struct kvpc_change {
     uint32_t dst_type, src_type, dst_shift, src_shift;
     uint32_t dst_mask, src_mask; /* address bits that are 0 where eight elements are aligned */
@@ -4602,8 +4538,7 @@ KVPRIM_DEVICE kvpc_factor kvpc_compute_scale(const kvpc_change &how, const kvpc_
     return kvpc_factor_of(how, scale);
 }
 
-/* 32 bytes of a thread's elements: an octet, or 2 or 4 of smaller elements. Octet g begins at element e + g * step.
-   Those that are not there are zeros. */
+/* A thread's 32 bytes: 1, 2 or 4 octets, by element size. Octet g begins at element e + g * step; absent ones are 0. */
 template <class number>
 KVPRIM_DEVICE void kvpc_load_octets(const kvpc_conversion &p, const kvpc_stretch<number> &s, number e, number step,
                                     bool busy, uint32_t *w)
@@ -4668,8 +4603,7 @@ KVPRIM_DEVICE void kvpc_finish_span(const kvpc_conversion &p, kvpc_stretch<numbe
 }
 
 /* Spans of aligned octets. src is read before it is known whether dst has the row. If scales are computed, a round
-   takes a tile, which has no more elements than a group of threads takes at once. While 32 bytes are converted, the
-   next are on their way. */
+   takes a tile, of no more elements than a group takes at once. While 32 bytes are converted, the next come. */
 template <class number>
 KVPRIM_DEVICE void kvpc_convert_octets(const kvpc_conversion &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
@@ -4808,10 +4742,8 @@ static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_
         c->scale.page = kvpc_divisor_of(t->page_rows);
         c->scale.page_step = (int64_t)((uint64_t)f->scale_page_stride - (uint64_t)t->page_rows * (uint64_t)stride);
     }
-    if (f->scale != KVPRIM_SCALE_TENSOR) {
-        c->scale.head = kvpc_divisor_of(f->tile);
-        c->scale.head_step = f->scale_tile_stride;
-    }
+    if (f->scale != KVPRIM_SCALE_TENSOR)
+        c->scale.head = kvpc_divisor_of(f->tile), c->scale.head_step = f->scale_tile_stride;
     if (f->scale_heads) {
         c->scale_heads = kvpc_divisor_of(stride), c->scale_row = f->scale_order ? 1 - stride : 0;
         c->scale.head_step = f->scale_order ? 4 : 1;
@@ -4890,8 +4822,7 @@ static uint64_t kvpc_spans_of(uint64_t rounds, uint64_t most)
 }
 
 /* Cuts rows into spans, of tiles if their scales are computed. A group of threads takes up to kvpc_convert_rounds
-   rounds, one after the other, if there is enough work for all multiprocessors, and is chosen so that few of its
-   threads idle. */
+   rounds in turn if there is enough work for all multiprocessors, and is chosen so that few of its threads idle. */
 static void kvpc_cut_conversion(const kvpc_call *call, bool packed, kvpc_conversion *p)
 {
     kvpc_change *const c = &p->how;
@@ -5238,8 +5169,7 @@ template <bool addresses> static void kvpc_survey_all(kvpc_unpack_job *job)
     for (const kvpc_fragment *f = kvpc_take(job, &count); count > 0; f = kvpc_take(job, &count)) {
         if (job->left == 0) {
             first = f[0];
-            step.src = f[count > 1].src - first.src;
-            step.dst = f[count > 1].dst - first.dst;
+            step.src = f[count > 1].src - first.src, step.dst = f[count > 1].dst - first.dst;
         }
         if (!off.src)
             off.src = kvpc_off_line<true>(f, count, first.src + job->left * step.src, step.src);
@@ -5254,8 +5184,7 @@ template <bool addresses> static void kvpc_survey_all(kvpc_unpack_job *job)
     const uint64_t any = seen.any.src | seen.any.dst | seen.any.bytes;
     job->fit = seen.past >> 63 == 0 && (any | job->list.src_bytes | job->list.dst_bytes) >> 62 == 0;
     job->apart = kvpc_is_apart(&job->list, seen);
-    job->zeros = addresses && seen.zeros >> 63;
-    job->longer = seen.longer >> 63;
+    job->zeros = addresses && seen.zeros >> 63, job->longer = seen.longer >> 63;
     job->even = (job->left == 1 || before.any.bytes == before.all.bytes) && job->last_bytes - 1 < first.bytes;
     job->src = kvpc_column_of(first.src, step.src, seen.any.src, seen.all.src, !off.src);
     job->dst = kvpc_column_of(first.dst, step.dst, seen.any.dst, seen.all.dst, !off.dst);
@@ -5346,8 +5275,7 @@ static void kvpc_plan_unpack(kvpc_unpack_job *job)
     const uint64_t most = job->even ? job->bytes.first : job->longer || any_bytes < direct ? any_bytes : direct;
     kvpc_unpack *const h = &job->head;
     *h = kvpc_unpack{};
-    job->src.base = job->list.src;
-    job->dst.base = job->list.dst;
+    job->src.base = job->list.src, job->dst.base = job->list.dst;
     const uint64_t src = job->src.base + job->src.first, src_steps = job->src.step | job->src.differ;
     const uint64_t dst = job->dst.base + job->dst.first, dst_steps = job->dst.step | job->dst.differ;
     job->aligned = (src | src_steps | dst | dst_steps | any_bytes) % 16 == 0;
@@ -5365,8 +5293,7 @@ static void kvpc_plan_unpack(kvpc_unpack_job *job)
 /* Returns how many fragments fit parameters of params_bytes. */
 static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
 {
-    const uint64_t room =
-        params_bytes - sizeof *h - 32; /* 15 before the first strips, 8 for the table's last entries */
+    const uint64_t room = params_bytes - sizeof *h - 32; /* 15 before the first strips, 8 at the table's end */
     const uint64_t strip = h->each ? 0 : sizeof(uint32_t), stored = h->record_bytes + strip;
     const uint64_t most = ((uint64_t)1 << 30) / (h->each ? h->each : 1);
     const uint64_t fit = stored ? kvpc_table_share * room / (kvpc_table_share * stored + strip) : most;
@@ -5413,8 +5340,7 @@ static uint32_t kvpc_store_strips(uint32_t *to, const kvpc_fragment *f, uint64_t
     return strip;
 }
 
-/* Each fragment takes the first entry that its strips reach, then the entries that none took are filled: a branch on
-   the sizes would be mispredicted. */
+/* Each fragment takes the first entry its strips reach; the others are filled later: branches on sizes mispredict. */
 static void kvpc_store_table(kvpc_unpack *h, uint32_t *data)
 {
     const uint32_t *const first_strip = data + h->first_strip;
@@ -5504,8 +5430,7 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     h->count = (uint32_t)(job->left < fit ? job->left : fit);
     kvpc_write_records(job, h, p.n32);
     job->left -= h->count;
-    h->wait = !job->started && launch.pdl;
-    h->wait_last = job->started && job->overlap;
+    h->wait = !job->started && launch.pdl, h->wait_last = job->started && job->overlap;
     h->trigger = job->left ? job->overlap : launch.pdl;
     h->goes_on = job->left > 0;
     launch.pdl = job->started ? job->overlap : launch.pdl;
@@ -5567,8 +5492,7 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
        us, not 1.45, but no dependent launch. */
     enum { copy_bytes = 16 << 20, zeros_bytes = 64 << 10 };
     const uint64_t by_cuda = job->zeros && !call->launch.pdl ? (uint64_t)zeros_bytes : (uint64_t)copy_bytes;
-    job->call = call;
-    job->started = false;
+    job->call = call, job->started = false;
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
     if (job->bytes.any == 0 || kvpc_copy_few(call, job))
         return KVPRIM_OK;
@@ -5750,9 +5674,8 @@ static kvprim_status kvpc_check_meta_memory(const char *function, const kvprim_u
 
 /* >>impl_slots -----------------------------------------------------------------------------------------------------
 
-   A thread for each token. With few tokens, the time is that of the loads that wait for each other (0.16 us each on an
-   H200) and of the instructions, which are fetched anew (2 ns each): so they are few, and as many as can be come before
-   the wait of a dependent launch. */
+   A thread for each token. With few tokens, the time is that of loads that wait for each other (0.16 us each, H200) and
+   of fetching instructions anew (2 ns each): so they are few, and most come before a dependent launch's wait. */
 
 typedef struct kvpc_slots {
     uint64_t request, position; /* or cu_seqlens and starts; 0: all starts are 0 */
@@ -5802,8 +5725,7 @@ template <class token, class number> KVPRIM_DEVICE bool kvpc_is_below(token x, n
     return sizeof(token) == 4 ? (uint32_t)x < (uint32_t)n : (uint64_t)(int64_t)x < (uint64_t)n;
 }
 
-/* A search for the last of cu_seqlens[low] to cu_seqlens[low + left] that is at most i: its pivots are every step-th,
-   and past the end the last again. */
+/* A search for the last of cu_seqlens[low .. low + left] not above i. Pivots: every step-th; past the end, the last. */
 template <class number> struct kvpc_search {
     number low, left, step;
     uint64_t at[kvpc_pivots];
@@ -5983,19 +5905,14 @@ static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_de
     kvpc_slots p = {};
     p.request = (uintptr_t)(d->cu_seqlens ? d->cu_seqlens : d->request);
     p.position = (uintptr_t)(d->cu_seqlens ? d->starts : d->position);
-    p.count = (uint64_t)d->count;
-    p.requests = (uint64_t)d->requests;
+    p.count = (uint64_t)d->count, p.requests = (uint64_t)d->requests;
     p.positions = max_pages > most_positions / page_rows ? most_positions : max_pages * page_rows;
-    p.page = kvpc_divisor_of(d->page_rows);
-    p.pages = (uintptr_t)d->pages;
+    p.page = kvpc_divisor_of(d->page_rows), p.pages = (uintptr_t)d->pages;
     p.pages_step = (uint64_t)d->pages_stride * kvpc_index_size(d->pages_type);
     p.last_page = (uint64_t)(d->rows / d->page_rows);
-    p.rows = (uint64_t)d->rows;
-    p.slot = (uintptr_t)d->slot;
-    p.page_bytes = kvpc_index_size(d->pages_type);
-    p.slot_bytes = kvpc_index_size(d->slot_type);
-    p.token_bytes = kvpc_index_size(d->token_type);
-    p.rejected = d->rejected;
+    p.rows = (uint64_t)d->rows, p.slot = (uintptr_t)d->slot;
+    p.page_bytes = kvpc_index_size(d->pages_type), p.slot_bytes = kvpc_index_size(d->slot_type);
+    p.token_bytes = kvpc_index_size(d->token_type), p.rejected = d->rejected;
     p.page_starts = (uintptr_t)d->page_starts, p.max_pages = max_pages;
     const bool by_length = d->cu_seqlens != NULL, is_small = kvpc_slots_are_small(&p);
     const bool late = by_length && p.count > kvpc_slots_first; /* blocks that wait would take the room of blocks */
@@ -6029,8 +5946,7 @@ static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_
 /* >>impl_fetch ------------------------------------------------------------------------------------------------------
 
    One launch. Its blocks draw numbers. Each number below `count` is a request to look up. Who draws a larger one knows
-   that all lookups have begun, and copies its share of the rows that they list. So nobody waits for one that may not
-   have started, however few run at once.
+   that all lookups have begun, and copies its share of their rows. So nobody waits for one not begun, however few run.
 
    With few requests the time is that of the loads that wait for each other (0.6 us each on an H200) and of the
    instructions, which are fetched anew: so a thread has at most two entries, in registers. An entry of the list is two

@@ -206,18 +206,16 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 
 /* Collective, on the current device: returns when all `world` ranks have called it. Allocates and registers everything;
    nothing later does. Ranks may be processes or threads of one process.
-   Own kernels are on if all ranks have them and can write to each other's memory on one machine (which init finds out
-   by writing), for 2 to 8 ranks, unless the environment has NCCL_P2P_DISABLE=1 or NCCL_P2P_LEVEL=LOC. Over PCIe they
-   are on for two ranks only, and off if NCCL_P2P_LEVEL is set to less than SYS; a GPU that CUDA_VISIBLE_DEVICES hides
-   from another rank's process counts as connected by NVLink. They take 32 MB of device memory; where they are
-   compiled, on or off, kvprim_all_reduce_norm takes 8 MB for sums. kvprim_comm_describe says whether they are on, and
-   if not, why.
+   Own kernels are on if all ranks have them and can write to each other's memory on one machine (init tests it by
+   writing), for 2 to 8 ranks, unless the environment has NCCL_P2P_DISABLE=1 or NCCL_P2P_LEVEL=LOC. Over PCIe they are
+   on for two ranks only, and off if NCCL_P2P_LEVEL is set to less than SYS; a GPU that CUDA_VISIBLE_DEVICES hides from
+   another rank's process counts as connected by NVLink. They take 32 MB of device memory; where they are compiled, on
+   or off, kvprim_all_reduce_norm takes 8 MB for sums. kvprim_comm_describe says whether they are on, and if not, why.
    Errors, on every rank if ranks differ, or if another rank failed after NCCL's communicator was made: NULL, ARGUMENT
    (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and limits that differ), SIZE
-   (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or versions of kvprim that differ, or what
-   was left out of them), TIMEOUT (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error
-   everything is freed again, as destroy does after an abort; after a TIMEOUT with `nccl` set, as soon as the caller
-   ends that communicator. */
+   (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or differing versions of kvprim, or what they
+   leave out), TIMEOUT (after init_timeout_ms, or kvprim_comm_abort was called), CUDA, NCCL. After an error everything
+   is freed, as destroy does after an abort; after a TIMEOUT with `nccl` set, once the caller ends it. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
@@ -243,11 +241,10 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
    Errors: NULL, ARGUMENT (not initialised, aborted, moved, another process), NCCL (an error of a peer or of the
    network), CUDA (the device's context is dead), TIMEOUT, after which kvprim_comm_abort should be called: another
    thread may do so while this one sits in cudaStreamSynchronize, which then returns. Either an own kernel waited
-   timeout_ms for a rank, here or on another rank, or another rank was aborted: the text says which, and this and every
-   later collective has ended without a result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL
-   does not say which rank it waits for, and calls that are captured into graphs or stand between NCCL's own
-   ncclGroupStart and ncclGroupEnd are not watched. A watchdog's thread should call cudaSetDevice once, or CUDA may make
-   a context on device 0 for it. */
+   timeout_ms for a rank, here or on another rank, or another rank was aborted: the text says which; this and all later
+   collectives ended without a result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not
+   say which rank it waits for, and calls captured into graphs or between NCCL's own ncclGroupStart and ncclGroupEnd are
+   not watched. A watchdog's thread should call cudaSetDevice once, or CUDA may make a context on device 0 for it. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
 /* The buffer, or NULL if there is none or comm is not alive; *bytes, unless bytes is NULL: its size. It is device
@@ -326,10 +323,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
 
    1 / sqrt is rounded once, to nearest. The squares are added in an order that depends on `hidden` alone (see
    kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
-   A unit compiled with --use_fast_math flushes subnormal values, and may differ there.
-   FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
-   weight. Call it after attention and after the MLP, in place of the all-reduce, the addition and the norm:
-   examples/17_all_reduce_norm.cu. */
+   A unit compiled with --use_fast_math flushes subnormal values, and may differ there. FlashInfer and TensorRT-LLM
+   multiply in this order; vLLM's norm kernel also rounds before it multiplies by the weight. Call it after attention
+   and after the MLP, in place of the all-reduce, the addition and the norm: examples/17_all_reduce_norm.cu. */
 
 /* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes except as said; strides are elements from
    token to token, multiples of 8, at least hidden; 0: hidden. Outputs may be NULL, but not both out and quantised. */
@@ -350,8 +346,7 @@ typedef struct kvprim_norm_desc {
     int64_t out_stride;
     void *quantised; /* q: tokens x hidden of KVPRIM_F8E4M3, aligned to 8 bytes */
     int64_t quantised_stride;
-    float *scale;            /* with quantised: one element, read; or one of each token or group, written; aligned to
-                                4 bytes */
+    float *scale;            /* with quantised: one, read; or one per token or group, written; aligned to 4 bytes */
     int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, scale_min); NaN does not
                                 count, infinity counts as the largest finite fp32 */
     float scale_min;         /* with scale_per_token or scale_group: 2^-126 to 2^127; 0: 2^-126 */
@@ -524,11 +519,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    as many as the smallest of the GPUs has multiprocessors, or max_sms.
 
    In a norm (>>impl_norm) the threads of a row also meet, which cannot block: all of them send a token's packs before
-   any of them waits for that token, and they begin a token after they met in the one before. Blocks that
-   share a token have their own slots and turns, and also wait for each other: as a cluster they are resident at once.
-   Clusters begin in order (on all GPUs so far; CUDA does not promise it), and each waits only for those of its number,
-   so calls end if one at a time fits beside what else may wait (kvpn_can_cluster). Were one not to fit, they would end
-   by timeout_ms.
+   any of them waits for that token, and they begin a token after they met in the one before. Blocks that share a token
+   have their own slots and turns, and also wait for each other: as a cluster they are resident at once. Clusters begin
+   in order (on all GPUs so far; CUDA does not promise it), and each waits only for those of its number, so calls end if
+   one at a time fits beside what else may wait (kvpn_can_cluster). Were one not to fit, they would end by timeout_ms.
 
    A rank stops after a timeout of its own, after an abort, or when another rank tells it to. It then sends no more
    words, because in its call k+2 they could overwrite those of its call k that a late rank has not read yet. It
@@ -1067,8 +1061,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, uint32_t op,
         for (int e = 0; e < T::per_word; e++)
             x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
     }
-    /* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world
-       of 3 to 8. */
+    /* x / world, correctly rounded: the fp64 product was compared with the quotient for all x and worlds of 3 to 8. */
     for (int e = 0; e < T::per_word && op == kvpn_averages; e++)
         x[e] = max_ranks == 2 ? x[e] * 0.5f : (float)((double)x[e] * p.per_rank);
     return T::join(x) ^ flip;
@@ -1183,8 +1176,7 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_
 /* >>impl_ways ------------------------------------------------------------------------------------------------------
 
    A way is a struct of T, the element type of sums, and max_ranks, the largest world (2, 4 or 8). A kernel calls its
-   begin, which sends, and its complete, which waits for packs and writes the result. Between the two, all threads have
-   taken their turn.
+   begin, which sends, and complete, which waits for packs and writes results. In between, all threads take their turn.
 
    Most ways go pack by pack. Thread t has packs t, t + threads, ... of its block, and the same ones when it sends, sums
    and writes, so that send may be recv. It sends its next pack before it waits for one. That keeps the links busy, and
@@ -1422,17 +1414,15 @@ template <class T, int max_ranks> struct kvpn_gather_all : kvpn_pack_by_pack<kvp
    One shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
    than two shots do, and no second half waits for the first.) So is reduce_scatter; of an all_reduce p.pitch is 0.
 
-   Each thread has kvpn_pipeline_packs packs in each step. In round k it sends its packs of step k, and reduces those
-   of step k - 1: all at once, or one piece of both after another. The thread that writes a result is the one that has
-   sent what it may overwrite. The slots of this launch's set, those of both areas and of both senders, are 4 or 8
-   places for steps, which are used again and again. Where they are must not depend on T, which may differ between
-   ranks.
+   Each thread has kvpn_pipeline_packs packs in each step. In round k it sends its packs of step k, and reduces those of
+   step k - 1: all at once, or one piece of both after another. The thread that writes a result is the one that has sent
+   what it may overwrite. The slots of this launch's set, those of both areas and of both senders, are 4 or 8 places for
+   steps, which are reused. Where they are must not depend on T, which may differ between ranks.
 
-   Why the place of step k is empty when step k is sent there: a thread has a fence before each round if there are 4
-   places, and before every third one if there are 8. Its last fence was before round g, which is k, or is at least
-   k - 2. Before that fence it had received step g - 2. The other rank sent that after a fence before round g - 2, or
-   g - 3. Before its fence, the other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or
-   k - 7 at least. */
+   Why step k finds its place empty: a thread has a fence before each round if there are 4 places, and before every
+   third one if there are 8. Its last fence was before round g, which is k, or is at least k - 2. Before that fence it
+   had received step g - 2. The other rank sent that after a fence before round g - 2, or g - 3. Before its fence, the
+   other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or k - 7 at least. */
 enum { kvpn_pipeline_packs = 8, kvpn_pipeline_threads = 512 };
 template <class T, int max_ranks> struct kvpn_pipeline {
     enum { threads = kvpn_pipeline_threads, turn_last = 0 };
@@ -1545,10 +1535,9 @@ template <class T, int max_ranks> struct kvpn_pipeline {
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
 
    Ways of all_gather, all_gatherv, all_to_all and all_to_allv: a part from each rank to each other one, of any size and
-   place. Gathers send the same part to all.
-   Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Every rank uses the same
-   blocks, as many as the largest of all parts takes, and in each of them thread 0 sends every other rank a slot, and
-   waits for one, even where the part has no bytes: see >>impl_protocol. */
+   place. Gathers send the same part to all. Every pair of ranks has roles of its own in each block, so a thread needs
+   one peer alone. Every rank uses the same blocks, as many as the largest of all parts takes, and in each of them
+   thread 0 sends every other rank a slot, and waits for one, even where the part has no bytes: see >>impl_protocol. */
 enum { kvpn_group = 4, kvpn_large_group = 6 }; /* packs; see kvpn_parts_groups */
 #ifndef KVPRIM_NO_EXCHANGE
 typedef struct kvpn_part {
@@ -1767,9 +1756,8 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
         p.turn[me.block] = me.turn ^ 1;
 }
 
-/* Each block exchanges its packs with the blocks of the same number on the other ranks: see the way's begin and
-   complete. A thread whose rank stopped meanwhile says so to the host and to the other ranks. Thread 0 sets the block's
-   turn for the next call. */
+/* Each block exchanges packs with the blocks of its number on the other ranks: see the way's begin and complete. A
+   thread whose rank stopped meanwhile tells the host and the other ranks. Thread 0 sets the block's next turn. */
 template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Params &p)
 {
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
@@ -1867,8 +1855,7 @@ template <kvpn_norm_form form> struct kvpn_norm_is {
    One shot, fastest for the few tokens of decoding: a pack for each thread of a row, and no other threads except those
    that complete a warp. Every instruction counts, because a multiprocessor has a whole token. 1 x 4,096 takes 2.4 us
    (H200), a sum of as many bytes 2.0. What helps:
-   - weight and residual are loaded after the addend is sent, and the turn ends then, while the exchange is under way
-     (0.1 us);
+   - weight and residual are loaded, and the turn ends, after the addend is sent: the exchange is under way (0.1 us);
    - a slot is emptied as soon as its pack is there: the store overlaps with the barrier (0.1 us);
    - squares are added by shuffles: if every thread adds what all warps found, it takes 0.1 us longer;
    - the usual call has no conditions (0.2 us), and what a warp does that has polled in vain lies apart (0.2 to 0.5 us).
@@ -2977,8 +2964,7 @@ typedef struct kvpn_init_task {
     size_t exchange_bytes;     /* how many of `mine` are exchanged; `all` is packed */
     const char *off_reason;    /* why kernels are off; NULL: so far they are not */
     int32_t refs, done, cancelled;
-    int32_t exchange_requested,
-        exchange_result; /* 1: the caller's thread is to call desc.exchange; what that returned */
+    int32_t exchange_requested, exchange_result; /* 1: the caller's thread is to call desc.exchange; its result */
     bool can_exchange;
     bool kernels_wait; /* own kernels wait for their predecessors: compiled for compute capability 9.0 or newer */
     kvprim_status status;
@@ -3123,12 +3109,6 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
     return task->off_reason ? KVPRIM_OK : kvpn_init_slots(task);
 }
 
-/* Slots per block in a rank's memory of so many bytes, as a multiple of 8 (128 bytes). */
-static void kvpn_set_block_slots(kvprim_comm *comm, size_t bytes)
-{
-    comm->block_slots = (uint32_t)((bytes - 2 * kvpn_page) / (4 * 16 * 8 * (size_t)comm->world * comm->blocks) * 8);
-}
-
 /* After the second exchange: compares what must be the same everywhere, and takes the least of what may differ. */
 static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 {
@@ -3148,7 +3128,9 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
         bytes = info->has_kernels && info->peer_bytes < bytes ? info->peer_bytes : bytes;
     }
     task->comm.blocks = (uint32_t)blocks;
-    kvpn_set_block_slots(&task->comm, (size_t)bytes);
+    const size_t world = (size_t)task->comm.world, of_slots = (size_t)bytes - 2 * kvpn_page;
+    /* a multiple of 8, which are 128 bytes */
+    task->comm.block_slots = (uint32_t)(of_slots / (4 * 16 * 8 * world * task->comm.blocks) * 8);
     return KVPRIM_OK;
 }
 
@@ -3485,8 +3467,7 @@ static uint32_t kvpn_max_threads_for(int world)
 static void kvpn_set_cluster(cudaLaunchAttribute *attribute, uint32_t blocks)
 {
     attribute->id = cudaLaunchAttributeClusterDimension;
-    attribute->val.clusterDim.x = blocks;
-    attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
+    attribute->val.clusterDim.x = blocks, attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
 }
 
 static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
@@ -3529,8 +3510,7 @@ static bool kvpn_can_cluster(const kvprim_comm *comm)
 }
 #endif
 
-/* CUDA loads a kernel at its first launch. That may wait for a running kernel, which may wait for another rank, so all
-   of them are loaded here. */
+/* CUDA loads a kernel at first launch, maybe after a running one that waits for another rank: all are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *task)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, KVPRIM_U8};
@@ -4336,14 +4316,11 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
 {
     for (int r = 0; r < comm->world; r++) /* from this rank on, so that ranks do not all send to the same one first */
         p->peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page;
-    p->turn = (uint32_t *)comm->peer[comm->rank];
-    p->stop = comm->stop_on_gpu;
+    p->turn = (uint32_t *)comm->peer[comm->rank], p->stop = comm->stop_on_gpu;
     p->timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
     p->rank = (uint32_t)comm->rank, p->world = (uint32_t)comm->world, p->trigger = (uint32_t)comm->trigger;
-    p->block_bytes = 16 * comm->block_slots;
-    p->sender_bytes = comm->blocks * p->block_bytes;
-    p->area_bytes = p->world * p->sender_bytes;
-    p->turn_bytes = 2 * p->area_bytes;
+    p->block_bytes = 16 * comm->block_slots, p->sender_bytes = comm->blocks * p->block_bytes;
+    p->area_bytes = p->world * p->sender_bytes, p->turn_bytes = 2 * p->area_bytes;
 }
 
 static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
@@ -5050,8 +5027,7 @@ static void *kvpn_norm_row(const void *tensor, int64_t stride, int64_t token, si
 static kvprim_norm_desc kvpn_norm_part(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
 {
     kvprim_norm_desc part = *d;
-    part.tokens = tokens;
-    part.send = kvpn_norm_row(d->send, d->send_stride, first, 2);
+    part.tokens = tokens, part.send = kvpn_norm_row(d->send, d->send_stride, first, 2);
     part.residual = kvpn_norm_row(d->residual, d->residual_stride, first, 2);
     part.sum = kvpn_norm_row(d->sum, d->sum_stride, first, 2);
     part.residual_out = kvpn_norm_row(d->residual_out, d->residual_out_stride, first, 2);
