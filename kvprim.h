@@ -5277,7 +5277,8 @@ KVPRIM_API kvprim_status kvprim_fetch(const kvprim_fetch_desc *desc)
     memset(words + 2, 0, 8 * (kvpi_fetch_words - 1));
     for (int64_t request = 0; request < f.d.count; request++)
         kvpi_fetch_request(&f, request);
-    m[0].count *= f.listed, m[1].count *= f.listed;
+    for (int part = 0; part < 2; part++)
+        m[part].count *= f.listed;
     return kvpi_run_moves(KVPRIM_OK, m, 2);
 }
 #endif /* KVPRIM_NO_FETCH */
