@@ -3109,6 +3109,12 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
     return task->off_reason ? KVPRIM_OK : kvpn_init_slots(task);
 }
 
+/* Slots per block in a rank's memory of so many bytes, as a multiple of 8 (128 bytes). */
+static void kvpn_set_block_slots(kvprim_comm *comm, size_t bytes)
+{
+    comm->block_slots = (uint32_t)((bytes - 2 * kvpn_page) / (4 * 16 * 8 * (size_t)comm->world * comm->blocks) * 8);
+}
+
 /* After the second exchange: compares what must be the same everywhere, and takes the least of what may differ. */
 static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 {
@@ -3128,9 +3134,7 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
         bytes = info->has_kernels && info->peer_bytes < bytes ? info->peer_bytes : bytes;
     }
     task->comm.blocks = (uint32_t)blocks;
-    const size_t world = (size_t)task->comm.world, of_slots = (size_t)bytes - 2 * kvpn_page;
-    /* a multiple of 8, which are 128 bytes */
-    task->comm.block_slots = (uint32_t)(of_slots / (4 * 16 * 8 * world * task->comm.blocks) * 8);
+    kvpn_set_block_slots(&task->comm, (size_t)bytes);
     return KVPRIM_OK;
 }
 
