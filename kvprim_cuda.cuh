@@ -136,8 +136,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    Between pinned host memory and a GPU, PCIe is the limit. What follows holds from 64 KB on. Rows behind device layers
    are taken for the GPU's if the other side is pinned host memory. If both sides have device layers, or the rows behind
    them lie in host memory, set max_sms instead.
-   - The copy engine moves transfers without an index or gaps between pages, heads, or rows of less than 512 bytes, if
-     they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more. It takes no multiprocessor.
+   - The copy engine moves transfers without an index, with gaps only between rows of 512 bytes or more, if they have
+     one layer or 2 MB or more in each; in a graph, only with 2 MB or more. It takes no multiprocessor.
    - If max_sms is 0, others run with 128 to 512 threads on each of 4 to 8 multiprocessors, and with more threads on 8
      if their rows or pieces do not begin and end at multiples of 16 bytes or have only 16. With rows of 1, 4, 16 and 64
      KB they reach 0.93 to 0.95 of the copy engine; rows or pieces of less than 2 KB that are no multiple of 128 bytes
@@ -766,7 +766,7 @@ KVPRIM_DEVICE void kvpc_place_indexed(const kvpc_plain &p, uint64_t *words, uint
 
 /* The two kernels below, for rows that begin at multiples of 16 bytes. Gathers wait in any launch: where there is
    nothing to wait for, that returns at once. Stores that asked took 2 % longer (H100).
-   - row_threads threads move a row, or a part of it: each the word at `at`, then every row_threads-th word after it.
+   - row_threads threads move a row, or a part of it: each the word at `at`, and `loads` - 1 more, row_threads apart.
    - In the last word of a row with kvpc_tails, only the row's bytes are written, but all 16 are read.
    - All addresses come before the loads, and all loads before the stores. */
 
@@ -3320,7 +3320,7 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
    into how many parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. Where a
    thread has one word, a block takes 1, 2, 4, ... rows: 333 and 1,024 rows of 576 to 656 B are gathered in 0.94 to 0.98
    of the time of three a block (H200). Above kvpc_some_threads it takes the rows that leave the smallest share of idle
-   lanes, above kvpc_many_threads 4 KB or more: a GPU starts less than one dependent block per nanosecond. */
+   lanes, and above kvpc_many_threads 4 KB or more: a GPU starts less than one dependent block per nanosecond. */
 template <class params> static uint32_t kvpc_shape_rows(params *p, uint32_t bytes, uint32_t loads, uint32_t tables)
 {
     const uint32_t threads = kvpc_parts_of(bytes, 16 * loads);
@@ -3691,8 +3691,8 @@ static uint32_t kvpc_set_rounds(kvpc_convert_tiles *p, uint32_t heads, uint32_t 
 }
 
 /* Plans how threads share rows, of which K takes `lanes`. Returns the threads of a block: up to `most`, or a row's.
-   Rows share a block if each multiprocessor still has one. Where tiles are few, one for four multiprocessors is enough,
-   or for eight up to 64 threads (H200), and V's source becomes a difference: see kvpc_convert_tiles. */
+   Rows share a block if each multiprocessor still has one. Where tiles are few, every fourth has one, or every eighth
+   if blocks have up to 64 threads (H200), and V's source becomes a difference: see kvpc_convert_tiles. */
 static uint32_t kvpc_shape_tiles(kvpc_convert *p, uint32_t lanes, uint32_t tables, uint32_t most, bool few)
 {
     const uint32_t tile = 1u << p->lanes_shift, v_lanes = few ? 0 : p->v_words;

@@ -696,7 +696,8 @@ def first():
     stale = stale_sources()
     on_gpus = any(s.name in stale for s in (gpu, convert, transfer, torch, nccl))
     return table(('instead of', 'call', 'times as fast' + ' (older headers)' * on_gpus), (
-        (figure.row, f'`{figure.call}`', figure.factor() + '†' * bool(figure.source and figure.source.name in stale))
+        (figure.row, f'`{figure.call}`',
+         figure.factor() + ' (older headers)' * bool(figure.source and figure.source.name in stale))
         for _, some in SECTIONS for figure in some if figure.call))
 
 
