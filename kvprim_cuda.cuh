@@ -59,8 +59,8 @@
                   host memory that the device can address, or another GPU's memory to which it has peer access or a
                   mapped window, valid until the work is done. Descriptors are host memory, free to reuse on return.
        Alignment  Any, except that elements that convert are aligned as their type, and so are scales. Multiples of 16
-                  bytes (bases, strides, row sizes) are the fastest. Of the bytes around a row, the
-                  GPU only reads those in the same aligned 16 bytes, and writes none.
+                  bytes (bases, strides, row sizes) are the fastest. Of the bytes around a row, the GPU only reads those
+                  in the same aligned 16 bytes, and writes none.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
@@ -162,11 +162,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
 
 /* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns: the bits in which
    their offsets and sizes differ, mostly 2 to 8 bytes each, and nothing for a side on which all lie equally far apart.
-   Where sizes differ much, each takes 4 bytes more, and every 16 another 4. If many are adjacent, adjacent ones move as
-   one. If that leaves one of 16 MB or more that begins at a multiple of 16 on both sides, and max_sms is 0, the call
-   enqueues a cudaMemcpyAsync. A launch takes up to 32,760 bytes of parameters (4,000 if compiled by CUDA before 12.1; a
-   newer one needs a driver of at least 12.1). Larger batches are split into several launches, which overlap where pdl
-   works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of stack. */
+   Where sizes differ much, each takes 4 bytes more, and every 16 another 4. Adjacent ones move as one if they are many.
+   If max_sms is 0, a call enqueues a cudaMemcpyAsync, in graphs a memcpy node, for what then is one of 16 MB or more at
+   a multiple of 16 on both sides; without pdl also for a batch of one of up to 384 KB that does not, inside one GPU,
+   and, except in graphs, for up to 3 over PCIe (2 from the host). A launch takes up to 32,760 bytes of them (4,000 if
+   compiled by CUDA before 12.1; later ones need a driver of at least 12.1). Larger batches take several, which overlap
+   where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -2671,12 +2672,11 @@ KVPRIM_DEVICE bool kvpc_leaves_room(uint32_t half)
 }
 #endif
 
-/* Each group of 1 << lanes_shift threads copies a strip, or kvpc_small_fragments small fragments.
-   Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a strip, one of a small fragment.
-   If there are fewer groups than strips, group g copies strips g, g + groups, g + 2 * groups and so on.
-   If the launch overlaps the one before, it ends after that one: wait_last.
-   zeros: some fragments have no source. Where none is NULL, unaligned ones take 1.1 to 1.2 times as long with the
-   test, and aligned ones no longer than without. */
+/* Each group of 1 << lanes_shift threads copies a strip, or kvpc_small_fragments small fragments; each thread
+   kvpc_aligned_loads or kvpc_bytes_loads words of a strip, one of a small fragment. If there are fewer groups than
+   strips, group g copies strips g, g + groups, g + 2 * groups and so on. If the launch overlaps the one before, it ends
+   after that one: wait_last. zeros: some fragments have no source. Where none is NULL, unaligned ones take 1.1 to 1.2
+   times as long with the test, and aligned ones no longer than without. */
 template <bool is_small, bool aligned, bool zeros, uint32_t bytes>
 static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                          aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
@@ -3023,23 +3023,21 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
                        cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
-/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose
-   memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. False if CUDA does not
-   know. NULL: memory that only the GPU knows; taken for its own. */
-static bool kvpc_is_link(const void *dst, const void *src, bool *to_host)
+/* Whether one side is pinned host memory (*to_host: dst), the other memory of a GPU, and the link between them PCIe. A
+   host whose memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. NULL: memory
+   that only a GPU knows. *inside: whether both are memory of one GPU, neither NULL. All false if CUDA does not know. */
+static bool kvpc_is_link(const void *dst, const void *src, bool *to_host, bool *inside)
 {
     const cudaMemoryType host = cudaMemoryTypeHost, gpu = cudaMemoryTypeDevice;
     cudaPointerAttributes a = {}, b = {};
-    int nvlink = 1;
     a.type = b.type = gpu;
     if ((dst && !kvpc_succeeds(cudaPointerGetAttributes(&a, dst))) ||
-        (src && !kvpc_succeeds(cudaPointerGetAttributes(&b, src))) ||
-        !((a.type == host && b.type == gpu) || (a.type == gpu && b.type == host)))
-        return false;
-    *to_host = a.type == host;
-    return kvpc_succeeds(
-               cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, dst ? a.device : b.device)) &&
-           !nvlink;
+        (src && !kvpc_succeeds(cudaPointerGetAttributes(&b, src))))
+        a.type = cudaMemoryTypeUnregistered; /* so all are false */
+    *to_host = a.type == host && b.type == gpu, *inside = a.type == gpu && b.type == gpu && a.device == b.device;
+    int nvlink = 1, device = dst ? a.device : b.device;
+    return (*to_host || (a.type == gpu && b.type == host)) &&
+           kvpc_succeeds(cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, device)) && !nvlink;
 }
 
 /* Whether its reader cannot reach p: the GPU, if p is ordinary host memory; or with host_reads the host, if p is
@@ -3950,11 +3948,11 @@ static void kvpc_join_rows(kvprim_move *m)
    and asking CUDA where its memory is takes 0.3 us. */
 static bool kvpc_crosses_link(const kvprim_move *m, bool *to_host)
 {
-    const uint64_t least_bytes = 64 << 10;
+    const uint64_t least_bytes = 64 << 10, bytes = (uint64_t)m->count * (uint64_t)m->row_bytes;
     const void *const dst = kvprim_side_layer(&m->dst, 0), *const src = kvprim_side_layer(&m->src, 0);
-    return m->names->dst_index && m->names->src_index && m->count > 0 &&
-           (uint64_t)m->count * (uint64_t)m->row_bytes >= least_bytes / (uint64_t)m->layers && (dst || src) &&
-           kvpc_is_link(dst, src, to_host);
+    bool inside;
+    return m->names->dst_index && m->names->src_index && m->count > 0 && bytes >= least_bytes / (uint64_t)m->layers &&
+           (dst || src) && kvpc_is_link(dst, src, to_host, &inside);
 }
 
 /* Whether a side's rows can be one copy of two dimensions, which is as fast as one of a single run if rows have 512
@@ -4951,18 +4949,17 @@ static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *
 static bool kvpc_splits_launch(const kvpc_call *call, const kvprim_move *moves, size_t n)
 {
     const int64_t least_bytes = 4 << 20;
-    bool aligned = false, others = false;
-    int64_t most = 0; /* bytes of the largest move */
+    bool others = false;
+    int64_t most = 0; /* bytes of the largest plain move of whole words */
     for (size_t k = 0; k < n; k++) {
         uint64_t bits = 0;
         if (moves[k].count == 0)
             continue;
         const bool plain = kvpc_is_plain(&moves[k], &bits), words = (bits | (uint64_t)moves[k].row_bytes) % 16 == 0;
         const int64_t bytes = plain && words ? moves[k].count * moves[k].row_bytes : 0;
-        most = bytes > most ? bytes : most;
-        aligned |= plain && words, others |= !words;
+        most = bytes > most ? bytes : most, others |= !words;
     }
-    return aligned && others && most >= least_bytes && call->launch.max_sms == 0;
+    return others && most >= least_bytes && call->launch.max_sms == 0;
 }
 
 /* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
@@ -5447,16 +5444,15 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
 /* One fragment below 16 MB, or fragments that join to one. */
 static kvprim_status kvpc_unpack_one(const kvpc_unpack_job *job, uint64_t bytes)
 {
-    enum { few_bytes = 1 << 20 };
     const kvpc_one one = {job->list.dst + job->dst.first, job->list.src + job->src.first, (uint32_t)bytes,
                           job->call->launch.pdl};
-    const uint32_t loads = bytes <= few_bytes ? 1 : 4, in_block = 16 * kvpc_unpack_threads * loads;
+    const uint32_t few_bytes = 1 << 20, loads = bytes <= few_bytes ? 1 : 4, in_block = 16 * kvpc_unpack_threads * loads;
     return kvpc_start(job->call, loads == 1 ? kvpc_unpack_one_kernel<1> : kvpc_unpack_one_kernel<4>,
                       (one.bytes + in_block - 1) / in_block, kvpc_unpack_threads, one);
 }
 
 /* Whether all fragments make one (a long one was cut again) that kvpc_unpack_one or CUDA's own copy moves: those take
-   no max_sms, and CUDA's takes longer where it begins inside 16 bytes. */
+   no max_sms, and CUDA's takes longer if so many bytes do not begin at multiples of 16 (fewer: kvpc_copy_few). */
 static bool kvpc_is_one(const kvpc_unpack_job *job)
 {
     const kvpc_column *const src = &job->src, *const dst = &job->dst;
@@ -5466,18 +5462,23 @@ static bool kvpc_is_one(const kvpc_unpack_job *job)
            job->call->launch.max_sms == 0 && (job->left == 1 || (src->step == src_step && dst->step == step));
 }
 
-/* Lets CUDA copy up to 3 fragments between pinned host memory and a GPU, and returns whether it does: from the call to
-   the end of its work each takes 1 to 4 us less than a kernel, and of 4 MB 0.92 to 0.96 of its time. Of three only to
-   the host. As in kvpc_copy_layers, what follows in a stream or graph begins 1 to 2 us later, so graphs and dependent
-   launches keep the kernel. If CUDA refuses one, a kernel copies all. */
+/* Lets CUDA copy few fragments, and returns whether it does. Over PCIe up to 3 (from the host 2): from the call to the
+   end of its work each takes 1 to 4 us less than a kernel, and of 4 MB 0.92 to 0.96 of its time; but as in
+   kvpc_copy_layers what follows begins 1 to 2 us later, so graphs keep the kernel. Inside a GPU, in graphs too, one
+   that does not lie at multiples of 16: of 64 KB 1.02 us, not 1.72, of 384 KB 2.22, not 2.32, but of 512 KB 2.57, not
+   2.37 (H200). With pdl a kernel starts, and lets start, early. If CUDA refuses one, a kernel copies all. */
 static bool kvpc_copy_few(const kvpc_call *call, const kvpc_unpack_job *job)
 {
+    const uint64_t most_bytes = 384 << 10;
     const kvpc_list *const l = &job->list;
     const kvpc_fragment *const f = l->fragments;
-    bool to_host = false;
-    if (l->count > 3 || job->zeros || call->launch.pdl || call->launch.max_sms > 0 ||
-        !kvpc_is_link((void *)(uintptr_t)(l->dst + f->dst), (void *)(uintptr_t)(l->src + f->src), &to_host) ||
-        (l->count == 3 && !to_host) || kvpc_is_captured(call))
+    void *const dst = (void *)(uintptr_t)(l->dst + f->dst), *const src = (void *)(uintptr_t)(l->src + f->src);
+    bool to_host, inside;
+    if (l->count > 3 || job->zeros || call->launch.pdl || call->launch.max_sms > 0)
+        return false;
+    const bool few = kvpc_is_link(dst, src, &to_host, &inside) && (l->count < 3 || to_host) && !kvpc_is_captured(call);
+    const bool one = inside && l->count == 1 && ((uintptr_t)dst | (uintptr_t)src) % 16 != 0 && f->bytes <= most_bytes;
+    if (!few && !one)
         return false;
     for (uint64_t i = 0; i < l->count; i++)
         if (f[i].bytes && !kvpc_copy_rows(call, (void *)(uintptr_t)(l->dst + f[i].dst), 0,
@@ -5488,10 +5489,9 @@ static bool kvpc_copy_few(const kvpc_call *call, const kvpc_unpack_job *job)
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_job *job)
 {
-    /* From here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200). So are its zeros: 64 KB take 0.96
-       us, not 1.45, but no dependent launch. */
-    enum { copy_bytes = 16 << 20, zeros_bytes = 64 << 10 };
-    const uint64_t by_cuda = job->zeros && !call->launch.pdl ? (uint64_t)zeros_bytes : (uint64_t)copy_bytes;
+    /* From here on CUDA is faster: 64 MB take 32.9 us, not 34.7 (H200). So are its zeros: 64 KB take 0.96 us, not 1.45,
+       but no dependent launch. */
+    const uint64_t copy_bytes = 16 << 20, by_cuda = job->zeros && !call->launch.pdl ? 64 << 10 : copy_bytes;
     job->call = call, job->started = false;
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
     if (job->bytes.any == 0 || kvpc_copy_few(call, job))
@@ -5620,8 +5620,8 @@ static uint32_t kvpc_meta_grid(const kvpc_call *call, const kvprim_unpack_meta_d
 /* As many ranges as make the shares equal. */
 static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *d)
 {
-    bool to_host = false;
-    const bool link = kvpc_is_link(NULL, d->meta, &to_host),
+    bool to_host, inside;
+    const bool link = kvpc_is_link(NULL, d->meta, &to_host, &inside),
                few = d->max_count <= kvpc_meta_few && !call->launch.max_sms && !link;
     const uint32_t threads = few ? kvpc_meta_few_threads : kvpc_meta_threads, max_count = (uint32_t)d->max_count;
     const uint32_t blocks = kvpc_meta_grid(call, d, threads, link), most = link ? 1u << kvpc_meta_link_shift : threads;

@@ -362,12 +362,13 @@ static inline uint32_t kvpc_multiprocessors()
 
 [[maybe_unused]] static bool kvprim_emulate_link;     /* as if one side of every transfer were pinned host memory, */
 [[maybe_unused]] static bool kvprim_emulate_to_host;  /* the destination */
+[[maybe_unused]] static bool kvprim_emulate_inside;   /* as if both sides were memory of one GPU */
 [[maybe_unused]] static bool kvprim_emulate_captured; /* as if the stream were being captured */
 [[maybe_unused]] static bool kvprim_emulate_refuse;   /* CUDA's own copy refuses */
 
-static inline bool kvpc_is_link(const void *, const void *, bool *to_host)
+static inline bool kvpc_is_link(const void *, const void *, bool *to_host, bool *inside)
 {
-    *to_host = kvprim_emulate_to_host;
+    *to_host = kvprim_emulate_to_host, *inside = kvprim_emulate_inside;
     return kvprim_emulate_link;
 }
 

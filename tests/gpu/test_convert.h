@@ -169,7 +169,7 @@ static size_t scale_bytes(const kvprim_format *f)
 }
 
 /* Scales of heads in memory of their own: pages of all rows of each head in turn. */
-static void place_heads(const convert_case *c, convert_side *s, int64_t in_page, int64_t pages, int32_t layers)
+static void place_heads(const convert_case *c, convert_side *s, int64_t in_page, int64_t pages)
 {
     kvprim_format *const f = &s->full;
     f->scale_stride = c->elements / f->tile / f->scale_heads;
@@ -193,7 +193,7 @@ static void place_own_scales(arena *a, const convert_case *c, convert_side *s, i
     const bool tiles = f->scale == KVPRIM_SCALE_TILE;
     const int64_t in_page = t->page_rows ? t->page_rows : rows > 0 ? rows : 1, pages = (rows + in_page - 1) / in_page;
     if (f->scale_heads) {
-        place_heads(c, s, in_page, pages, layers);
+        place_heads(c, s, in_page, pages);
         f->scales = reserve(a, size_t(f->scale_layer_stride * layers), below(5));
         s->given.scales = f->scales;
         for (int64_t i = 0; i < f->scale_layer_stride * layers; i++)

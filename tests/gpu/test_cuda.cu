@@ -1268,6 +1268,77 @@ static void test_copy_relays()
     main_launch.pdl = 0;
 }
 
+/* Copies inside a pair of blocks, or from one pair to another, and with pdl from there to a third, as a graph or not.
+   Returns how many bytes of the second and third pair are wrong. */
+static size_t one_copy(unsigned char *const pairs[3][2], size_t block, size_t from, size_t to, size_t bytes, bool graph)
+{
+    std::vector<unsigned char> all(2 * block), want(2 * block, 0xee), got(block);
+    const kvprim_copy_item first = {pairs[0][0] + from, pairs[1][0] + to, bytes};
+    const kvprim_copy_item second = {pairs[1][0] + to, pairs[2][0] + to, bytes};
+    const kvprim_copy_desc copy = {&first, 1, 0}, again = {&second, 1, 0};
+    kvprim_cuda_launch dependent = main_launch;
+    dependent.pdl = 1;
+    fill(all.data(), 2 * block);
+    memcpy(want.data() + to, all.data() + from, bytes);
+    for (size_t i = 0; i < 2; i++) {
+        CUDA(cudaMemcpy(pairs[0][i], all.data() + i * block, block, cudaMemcpyDefault));
+        CUDA(cudaMemset(pairs[1][i], 0xee, block));
+        CUDA(cudaMemset(pairs[2][i], 0xee, block));
+    }
+    CUDA(cudaDeviceSynchronize());
+    if (graph)
+        begin_capture();
+    sampled_met.clear();
+    CHECK(kvprim_cuda_copy(&copy, &main_launch) == KVPRIM_OK);
+    if (from + bytes <= block && to + bytes <= block)
+        CHECK(sampled_met.count(nullptr) == (bytes <= 384 << 10));
+    CHECK(kvprim_cuda_copy(&again, &dependent) == KVPRIM_OK);
+    if (graph) {
+        const cudaGraphExec_t exec = end_capture(2);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        CUDA(cudaStreamSynchronize(main_launch.stream));
+        CUDA(cudaGraphExecDestroy(exec));
+    }
+    CUDA(cudaStreamSynchronize(main_launch.stream));
+    size_t wrong = 0;
+    for (size_t k = 2; k < 6; k++) {
+        CUDA(cudaMemcpy(got.data(), pairs[k / 2][k % 2], block, cudaMemcpyDefault));
+        for (size_t i = 0; i < block; i++)
+            wrong += got[i] != want[k % 2 * block + i];
+    }
+    return wrong;
+}
+
+/* One item that does not lie at multiples of 16. CUDA copies it, unless it is long; it refuses one that lies in two
+   allocations, which follow each other here: then a kernel does, in a graph too. */
+static void test_one_copy()
+{
+    enum { blocks = 24 };
+    const size_t block = 1 << 20, last = block - 4999;
+    unsigned char *at[blocks], *pairs[3][2];
+    size_t n = 0;
+    for (unsigned char *&p : at)
+        CUDA(cudaMalloc(&p, block));
+    std::sort(at, at + blocks, std::less<>());
+    for (size_t i = 0; i < 6; i++)
+        pairs[i / 2][i % 2] = at[i];
+    for (size_t i = 0; i + 1 < blocks && n < 3; i++)
+        if (at[i + 1] == at[i] + block)
+            pairs[n][0] = at[i], pairs[n++][1] = at[i + 1], i++;
+    for (const bool graph : {false, true}) {
+        for (const size_t bytes : {1, 5000, 384 << 10, (384 << 10) + 1})
+            CHECK(one_copy(pairs, block, 3, 5, bytes, graph) == 0);
+        if (n < 3)
+            continue;
+        CHECK(one_copy(pairs, block, 3, last, 5000, graph) == 0);
+        CHECK(one_copy(pairs, block, last, 5, 5000, graph) == 0);
+    }
+    for (unsigned char *p : at)
+        CUDA(cudaFree(p));
+    if (n < 3)
+        skip("too few allocations of 1 MB follow each other");
+}
+
 /* From every kind of memory to every kind, and zeros, in one list; 16 MB or more of zeros are set by CUDA. */
 static void test_copy_memory()
 {

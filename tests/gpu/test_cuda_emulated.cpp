@@ -262,15 +262,17 @@ static void link_choices()
     kvprim_emulate_captured = false;
 }
 
-/* How many copies of one side's few items CUDA makes itself, and that a kernel makes the rest. */
+/* How many copies of one side's few items CUDA makes itself, and that a kernel makes the rest. The second is empty. */
 static void link_few()
 {
-    static unsigned char src[4][100], got[4][100];
+    enum { room = (384 << 10) + 100 }; /* more than inside a GPU */
+    static unsigned char src[4][room], got[4][room];
+    const auto bytes_of = [](uint64_t i) { return i == 1 ? 0 : room - 1 - i; };
     for (uint64_t n = 1; n <= 4; n++)
         for (const bool alone : {true, false}) {
             kvprim_copy_item items[4] = {};
             for (uint64_t i = 0; i < n; i++)
-                items[i].dst = got[i], items[i].src = src[i] + 1, items[i].bytes = 99 - i;
+                items[i].dst = got[i], items[i].src = src[i] + 1, items[i].bytes = bytes_of(i);
             kvprim_copy_desc d = {};
             d.items = items, d.count = n;
             fill(src[0], sizeof src);
@@ -278,9 +280,9 @@ static void link_few()
             kvprim_emulate_captured = !alone;
             const unsigned before = kvprim_emulate_copies, most = kvprim_emulate_to_host ? 3 : 2;
             CHECK(kvprim_cuda_copy(&d, nullptr) == KVPRIM_OK);
-            CHECK(kvprim_emulate_copies - before == (alone && n <= most && !kvprim_emulate_refuse ? n : 0));
+            CHECK(kvprim_emulate_copies - before == (alone && n <= most && !kvprim_emulate_refuse ? n - (n > 1) : 0));
             for (uint64_t i = 0; i < n; i++)
-                CHECK(memcmp(got[i], src[i] + 1, 99 - i) == 0 && got[i][99 - i] == 0);
+                CHECK(memcmp(got[i], src[i] + 1, bytes_of(i)) == 0 && got[i][bytes_of(i)] == 0);
         }
     kvprim_emulate_captured = false;
 }
@@ -655,6 +657,35 @@ static void test_plain_limits()
                       far[2], KVPRIM_I64, c.base, c.count, nullptr);
         CHECK(kvprim_gather_moves(&d, &move) == KVPRIM_OK);
         if (kvpc_is_plain(&move, &bits) != c.plain)
+            fail("case %d", int(&c - cases));
+    }
+}
+
+/* Which K and V, of other sizes, take a launch each: one of 4 MB or more in whole words, the other in others. */
+static void test_splits()
+{
+    static const struct {
+        int64_t k_bytes, v_bytes, count;
+        int32_t max_sms;
+        bool splits;
+    } cases[] = {
+        {512, 8, 8192, 0, true},   {512, 8, 8191, 0, false}, {8, 512, 8192, 0, true},   {512, 8, 8192, 1, false},
+        {512, 16, 8192, 0, false}, {520, 8, 8192, 0, false}, {520, 16, 8192, 0, false},
+    };
+    for (const auto &c : cases) {
+        const auto far = [](int i) { return reinterpret_cast<void *>(uintptr_t(i + 1) << 44); };
+        kvprim_move moves[2];
+        kvpc_call call = {};
+        call.launch.max_sms = c.max_sms;
+        for (int k = 0; k < 2; k++) {
+            const int64_t bytes = k ? c.v_bytes : c.k_bytes;
+            const kvprim_store_desc d = store_of(table_of(far(2 * k), c.count), table_of(far(2 * k + 1), c.count),
+                                                 bytes, far(4), KVPRIM_I32, c.count, nullptr);
+            kvprim_move made[2];
+            CHECK(kvprim_store_moves(&d, made) == KVPRIM_OK);
+            moves[k] = made[0];
+        }
+        if (kvpc_splits_launch(&call, moves, 2) != c.splits)
             fail("case %d", int(&c - cases));
     }
 }
@@ -1280,7 +1311,74 @@ static void test_copies_by_cuda()
         }
 }
 
-/* The same for zeros, of which all pieces join: from 64 KB on, or 16 MB with pdl. */
+/* `count` fragments of equal size, a byte apart. */
+struct inside_case {
+    uint64_t bytes, src_at, dst_at, count;
+    int32_t pdl, max_sms;
+    bool inside, refuse, by_cuda;
+};
+
+static void one_inside(const inside_case &c)
+{
+    const uint64_t room = c.count * (c.bytes + 1) + 64;
+    std::vector<unsigned char> src(room), dst(room, 0xee), want(room, 0xee);
+    unsigned char *const from = src.data() + 16 - reinterpret_cast<uintptr_t>(src.data()) % 16 + c.src_at;
+    unsigned char *const to = dst.data() + 16 - reinterpret_cast<uintptr_t>(dst.data()) % 16 + c.dst_at;
+    std::vector<kvprim_copy_item> items;
+    fill(src.data(), room);
+    for (uint64_t i = 0; i < c.count; i++) {
+        const uint64_t at = i * (c.bytes + 1);
+        items.push_back({from + at, to + at, c.bytes});
+        memcpy(want.data() + (to - dst.data()) + at, from + at, c.bytes);
+    }
+    const kvprim_copy_desc d = {items.data(), items.size(), 0};
+    const kvprim_cuda_launch launch = {nullptr, c.pdl, c.max_sms, 0};
+    const unsigned copies = kvprim_emulate_copies;
+    kvprim_emulate_pdl = c.pdl, kvprim_emulate_inside = c.inside, kvprim_emulate_refuse = c.refuse;
+    CHECK(kvprim_cuda_copy(&d, &launch) == KVPRIM_OK);
+    kvprim_emulate_pdl = kvprim_emulate_inside = kvprim_emulate_refuse = false;
+    CHECK(dst == want && kvprim_emulate_copies - copies == c.by_cuda);
+}
+
+/* One that does not lie at multiples of 16 inside a GPU, up to 384 KB; in graphs, too. */
+static void test_one_by_cuda()
+{
+    const uint64_t most = 384 << 10;
+    for (const bool captured : {false, true}) {
+        kvprim_emulate_captured = captured;
+        for (const uint64_t bytes : {uint64_t(1), uint64_t(4096), most})
+            for (const uint64_t at : {0, 1, 3, 8, 15})
+                one_inside({bytes, at, at % 3, 1, 0, 0, true, false, at > 0});
+        one_inside({most + 1, 3, 0, 1, 0, 0, true, false, false});
+        one_inside({4096, 0, 3, 1, 0, 0, true, false, true});
+        one_inside({4096, 8, 8, 1, 0, 0, true, false, true});
+        one_inside({4096, 3, 0, 2, 0, 0, true, false, false});
+        one_inside({4096, 3, 0, 1, 1, 0, true, false, false});
+        one_inside({4096, 3, 0, 1, 0, 2, true, false, false});
+        one_inside({4096, 3, 0, 1, 0, 0, false, false, false});
+        one_inside({4096, 3, 0, 1, 0, 0, true, true, false});
+    }
+    kvprim_emulate_captured = false;
+    /* Zeros stay a kernel's; of unpack, bases count as offsets do. */
+    static unsigned char buffer[2][64];
+    const kvprim_copy_item zeros = {nullptr, buffer[0] + 3, 8};
+    const kvprim_copy_desc copy = {&zeros, 1, 0};
+    const unsigned copies = kvprim_emulate_copies;
+    kvprim_emulate_inside = true;
+    CHECK(kvprim_cuda_copy(&copy, nullptr) == KVPRIM_OK && kvprim_emulate_copies == copies);
+    for (const uint64_t off : {0u, 1u, 2u}) {
+        unsigned char *const dst = buffer[1] + (16 - reinterpret_cast<uintptr_t>(buffer[1]) % 16) % 16 + (off == 1);
+        const kvprim_fragment one = {0, off == 2, 8};
+        kvprim_unpack_desc d = {};
+        d.dst = dst, d.dst_bytes = 16, d.fragments = &one, d.count = 1;
+        d.src = buffer[0] + (16 - reinterpret_cast<uintptr_t>(buffer[0]) % 16) % 16, d.src_bytes = 16;
+        const unsigned before = kvprim_emulate_copies;
+        CHECK(kvprim_cuda_unpack(&d, nullptr) == KVPRIM_OK && kvprim_emulate_copies - before == (off > 0));
+    }
+    kvprim_emulate_inside = false;
+}
+
+/* Zeros, of which all pieces join: CUDA writes them from 64 KB on, or from 16 MB on with pdl. */
 static void zeros_by_cuda(uint64_t bytes, uint64_t piece, bool pdl, int32_t max_sms, bool refuse, bool by_cuda)
 {
     std::vector<unsigned char> dst(bytes + 32, 0xee);
