@@ -163,11 +163,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
 /* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns: the bits in which
    their offsets and sizes differ, mostly 2 to 8 bytes each, and nothing for a side on which all lie equally far apart.
    Where sizes differ much, each takes 4 bytes more, and every 16 another 4. Adjacent ones move as one if they are many.
-   If max_sms is 0, a call enqueues a cudaMemcpyAsync, in graphs a memcpy node, for what then is one of 16 MB or more at
-   a multiple of 16 on both sides; without pdl also for a batch of one of up to 384 KB that does not, inside one GPU,
-   and, except in graphs, for up to 3 over PCIe (2 from the host). A launch takes up to 32,760 bytes of them (4,000 if
+   If max_sms is 0, a call enqueues a cudaMemcpyAsync (in graphs a memcpy node) for what then is one of 16 MB or more at
+   a multiple of 16 on both sides; without pdl also for a lone one elsewhere, of up to 384 KB inside one GPU, and,
+   except in graphs, for up to 3 over PCIe (2 from the host). A launch takes up to 32,760 bytes of parameters (4,000 if
    compiled by CUDA before 12.1; later ones need a driver of at least 12.1). Larger batches take several, which overlap
-   where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of stack. */
+   where pdl works and max_sms is 0; what follows in the stream follows all. The call takes 36 KB of stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -3023,9 +3023,9 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
                        cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
-/* Whether one side is pinned host memory (*to_host: dst), the other memory of a GPU, and the link between them PCIe. A
-   host whose memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. NULL: memory
-   that only a GPU knows. *inside: whether both are memory of one GPU, neither NULL. All false if CUDA does not know. */
+/* Whether one side is pinned host memory (*to_host then: dst), the other memory of a GPU, and the link between them
+   PCIe. A host whose memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. NULL:
+   memory that only a GPU knows. *inside: whether both are of one GPU, neither NULL. None if CUDA does not know. */
 static bool kvpc_is_link(const void *dst, const void *src, bool *to_host, bool *inside)
 {
     const cudaMemoryType host = cudaMemoryTypeHost, gpu = cudaMemoryTypeDevice;
@@ -3033,7 +3033,7 @@ static bool kvpc_is_link(const void *dst, const void *src, bool *to_host, bool *
     a.type = b.type = gpu;
     if ((dst && !kvpc_succeeds(cudaPointerGetAttributes(&a, dst))) ||
         (src && !kvpc_succeeds(cudaPointerGetAttributes(&b, src))))
-        a.type = cudaMemoryTypeUnregistered; /* so all are false */
+        a.type = cudaMemoryTypeUnregistered; /* so none */
     *to_host = a.type == host && b.type == gpu, *inside = a.type == gpu && b.type == gpu && a.device == b.device;
     int nvlink = 1, device = dst ? a.device : b.device;
     return (*to_host || (a.type == gpu && b.type == host)) &&

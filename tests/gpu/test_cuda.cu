@@ -1268,8 +1268,8 @@ static void test_copy_relays()
     main_launch.pdl = 0;
 }
 
-/* Copies inside a pair of blocks, or from one pair to another, and with pdl from there to a third, as a graph or not.
-   Returns how many bytes of the second and third pair are wrong. */
+/* Copies from the first pair of blocks to the second, and from there with pdl to the third, in a graph or not. Returns
+   how many bytes of the second and third are wrong. */
 static size_t one_copy(unsigned char *const pairs[3][2], size_t block, size_t from, size_t to, size_t bytes, bool graph)
 {
     std::vector<unsigned char> all(2 * block), want(2 * block, 0xee), got(block);
@@ -1293,13 +1293,12 @@ static size_t one_copy(unsigned char *const pairs[3][2], size_t block, size_t fr
     if (from + bytes <= block && to + bytes <= block)
         CHECK(sampled_met.count(nullptr) == (bytes <= 384 << 10));
     CHECK(kvprim_cuda_copy(&again, &dependent) == KVPRIM_OK);
-    if (graph) {
-        const cudaGraphExec_t exec = end_capture(2);
+    const cudaGraphExec_t exec = graph ? end_capture(2) : nullptr;
+    if (graph)
         CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        CUDA(cudaStreamSynchronize(main_launch.stream));
-        CUDA(cudaGraphExecDestroy(exec));
-    }
     CUDA(cudaStreamSynchronize(main_launch.stream));
+    if (graph)
+        CUDA(cudaGraphExecDestroy(exec));
     size_t wrong = 0;
     for (size_t k = 2; k < 6; k++) {
         CUDA(cudaMemcpy(got.data(), pairs[k / 2][k % 2], block, cudaMemcpyDefault));
@@ -1320,11 +1319,11 @@ static void test_one_copy()
     for (unsigned char *&p : at)
         CUDA(cudaMalloc(&p, block));
     std::sort(at, at + blocks, std::less<>());
-    for (size_t i = 0; i < 6; i++)
-        pairs[i / 2][i % 2] = at[i];
     for (size_t i = 0; i + 1 < blocks && n < 3; i++)
         if (at[i + 1] == at[i] + block)
             pairs[n][0] = at[i], pairs[n++][1] = at[i + 1], i++;
+    for (size_t i = 0; i < 6 && n < 3; i++)
+        pairs[i / 2][i % 2] = at[i];
     for (const bool graph : {false, true}) {
         for (const size_t bytes : {1, 5000, 384 << 10, (384 << 10) + 1})
             CHECK(one_copy(pairs, block, 3, 5, bytes, graph) == 0);

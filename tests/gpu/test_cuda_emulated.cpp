@@ -1283,6 +1283,12 @@ static void test_long_fragments()
     long_fragments(0); /* of a copy, this would be zeros */
 }
 
+/* The first multiple of 16 after the first byte: a vector's room is 32 bytes more. */
+static unsigned char *aligned_in(std::vector<unsigned char> &bytes)
+{
+    return bytes.data() + 16 - reinterpret_cast<uintptr_t>(bytes.data()) % 16;
+}
+
 /* From 16 MB on CUDA copies what joins to one fragment, unless max_sms limits it. If CUDA refuses, a kernel does. */
 static void test_copies_by_cuda()
 {
@@ -1291,8 +1297,7 @@ static void test_copies_by_cuda()
         for (int kind = 0; kind < 3; kind++) {
             const int32_t max_sms = kind == 1;
             std::vector<unsigned char> src(bytes + 32), dst(bytes + 32);
-            unsigned char *const from = src.data() + (16 - reinterpret_cast<uintptr_t>(src.data()) % 16) % 16;
-            unsigned char *const to = dst.data() + (16 - reinterpret_cast<uintptr_t>(dst.data()) % 16) % 16;
+            unsigned char *const from = aligned_in(src), *const to = aligned_in(dst);
             std::vector<kvprim_fragment> f;
             for (uint64_t at = 0; at < bytes - less; at += piece)
                 f.push_back({at, at, std::min(piece, bytes - less - at)});
@@ -1322,8 +1327,7 @@ static void one_inside(const inside_case &c)
 {
     const uint64_t room = c.count * (c.bytes + 1) + 64;
     std::vector<unsigned char> src(room), dst(room, 0xee), want(room, 0xee);
-    unsigned char *const from = src.data() + 16 - reinterpret_cast<uintptr_t>(src.data()) % 16 + c.src_at;
-    unsigned char *const to = dst.data() + 16 - reinterpret_cast<uintptr_t>(dst.data()) % 16 + c.dst_at;
+    unsigned char *const from = aligned_in(src) + c.src_at, *const to = aligned_in(dst) + c.dst_at;
     std::vector<kvprim_copy_item> items;
     fill(src.data(), room);
     for (uint64_t i = 0; i < c.count; i++) {
@@ -1360,18 +1364,17 @@ static void test_one_by_cuda()
     }
     kvprim_emulate_captured = false;
     /* Zeros stay a kernel's; of unpack, bases count as offsets do. */
-    static unsigned char buffer[2][64];
+    alignas(16) static unsigned char buffer[2][32];
     const kvprim_copy_item zeros = {nullptr, buffer[0] + 3, 8};
     const kvprim_copy_desc copy = {&zeros, 1, 0};
     const unsigned copies = kvprim_emulate_copies;
     kvprim_emulate_inside = true;
     CHECK(kvprim_cuda_copy(&copy, nullptr) == KVPRIM_OK && kvprim_emulate_copies == copies);
     for (const uint64_t off : {0u, 1u, 2u}) {
-        unsigned char *const dst = buffer[1] + (16 - reinterpret_cast<uintptr_t>(buffer[1]) % 16) % 16 + (off == 1);
         const kvprim_fragment one = {0, off == 2, 8};
         kvprim_unpack_desc d = {};
-        d.dst = dst, d.dst_bytes = 16, d.fragments = &one, d.count = 1;
-        d.src = buffer[0] + (16 - reinterpret_cast<uintptr_t>(buffer[0]) % 16) % 16, d.src_bytes = 16;
+        d.src = buffer[0], d.dst = buffer[1] + (off == 1), d.src_bytes = d.dst_bytes = 16;
+        d.fragments = &one, d.count = 1;
         const unsigned before = kvprim_emulate_copies;
         CHECK(kvprim_cuda_unpack(&d, nullptr) == KVPRIM_OK && kvprim_emulate_copies - before == (off > 0));
     }
@@ -1382,7 +1385,7 @@ static void test_one_by_cuda()
 static void zeros_by_cuda(uint64_t bytes, uint64_t piece, bool pdl, int32_t max_sms, bool refuse, bool by_cuda)
 {
     std::vector<unsigned char> dst(bytes + 32, 0xee);
-    unsigned char *const to = dst.data() + 16 - reinterpret_cast<uintptr_t>(dst.data()) % 16;
+    unsigned char *const to = aligned_in(dst);
     copy_items items;
     for (uint64_t at = 0; at < bytes; at += piece)
         items.push_back({nullptr, to + at, std::min(piece, bytes - at)});
