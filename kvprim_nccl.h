@@ -1179,8 +1179,7 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_
    begin, which sends, and complete, which waits for packs and writes results. In between, all threads take their turn.
 
    Most ways go pack by pack. Thread t has packs t, t + threads, ... of its block, and the same ones when it sends, sums
-   and writes, so that send may be recv. It sends its next pack before it waits for one. That keeps the links busy, and
-   no rank waits for a pack whose sender waits. */
+   and writes, so that send may be recv. It sends its next pack before it waits for one: that keeps the links busy. */
 template <class Way> struct kvpn_pack_by_pack {
     enum { threads = kvpn_max_threads }; /* at most; half with a max_ranks of 8 */
     enum { turn_last = 0 }; /* 1: the turn ends after complete, with a barrier for those who receive, and not before */
@@ -1310,10 +1309,9 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
     }
 };
 
-/* Two shots. The tensor is `world` slices.
-   Each rank receives its slice from every other rank, sums it, and sends the sum to all.
-   Each block has the same packs of every slice: pack j of a block is at the same place of each.
-   With kvpn_any it is one shot and reduce_scatter, too: what takes so many instructions is compiled once. */
+/* Two shots. Each rank receives its slice from every other rank, sums it, and sends the sum to all. Pack j of a block
+   is at the same place of every slice. With kvpn_any it is one shot and reduce_scatter, too: what takes so many
+   instructions is compiled once. */
 template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
     enum { two_waits = 1, is_any = kvpn_reduction<T, max_ranks>::is_any };
 
@@ -1535,9 +1533,8 @@ template <class T, int max_ranks> struct kvpn_pipeline {
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
 
    Ways of all_gather, all_gatherv, all_to_all and all_to_allv: a part from each rank to each other one, of any size and
-   place. Gathers send the same part to all. Every pair of ranks has roles of its own in each block, so a thread needs
-   one peer alone. Every rank uses the same blocks, as many as the largest of all parts takes, and in each of them
-   thread 0 sends every other rank a slot, and waits for one, even where the part has no bytes: see >>impl_protocol. */
+   place (why thread 0 of a block also sends and awaits a slot without bytes: >>impl_protocol). Gathers send the same
+   part to all. Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. */
 enum { kvpn_group = 4, kvpn_large_group = 6 }; /* packs; see kvpn_parts_groups */
 #ifndef KVPRIM_NO_EXCHANGE
 typedef struct kvpn_part {
@@ -1756,8 +1753,6 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
         p.turn[me.block] = me.turn ^ 1;
 }
 
-/* Each block exchanges packs with the blocks of its number on the other ranks: see the way's begin and complete. A
-   thread whose rank stopped meanwhile tells the host and the other ranks. Thread 0 sets the block's next turn. */
 template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Params &p)
 {
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
@@ -2595,11 +2590,10 @@ static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm
 /* After fork(), memory that CUDA pinned is still the parent's: a child that aborts would stop the parent's kernels. */
 static kvprim_status kvpn_check_process(const char *function, const kvprim_comm *comm)
 {
-    if (!comm || KVPRIM_NCCL_LOAD(&comm->self) != comm || comm->process == (int32_t)getpid())
-        return KVPRIM_OK;
-    return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                       "%s: comm belongs to process %d, which called init, and this is process %d", function,
-                       comm->process, (int)getpid());
+    KVPRIM_REFUSE(comm && KVPRIM_NCCL_LOAD(&comm->self) == comm && comm->process != (int32_t)getpid(), ARGUMENT,
+                  "%s: comm belongs to process %d, which called init, and this is process %d", function, comm->process,
+                  (int)getpid());
+    return KVPRIM_OK;
 }
 
 static void kvpn_leave(kvprim_comm *comm)
@@ -2626,9 +2620,8 @@ static kvprim_status kvpn_enter_alive(const char *function, kvprim_comm *comm)
 
 /* >>impl_slots -- slots that ranks of one process share */
 
-/* A rank's page and slots. Each rank of the same process that writes there has a reference. The last one frees it: the
-   owner, unless others come late (kvpn_free_slots). A rank of another process has a mapping, and the owner waits until
-   it is closed. If the owner dies, the mapping keeps the memory (seen on H200s, undefined in CUDA). */
+/* A rank's page and slots. A rank of the same process that writes there has a reference, one of another process a
+   mapping: see kvpn_free_slots. If the owner dies, a mapping keeps the memory (seen on H200s, undefined in CUDA). */
 typedef struct kvpn_slots {
     int32_t refs, device;
     uint64_t nonce; /* the rank's random number from init */
@@ -2857,19 +2850,6 @@ static void kvpn_free_comm(kvprim_comm *comm)
    areas, from each of 8 ranks, in 128 blocks, and the pages. */
 enum { kvpn_min_peer_bytes = 16 << 20, kvpn_max_peer_bytes = 4 * (kvpn_slots_mb << 20) + 2 * kvpn_page };
 
-static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
-{
-    const char *const f = "kvprim_comm_init";
-    KVPRIM_REFUSE(desc->world > kvpn_max_world, ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers",
-                  f, (int)desc->world, (int)kvpn_max_world);
-    KVPRIM_REFUSE(desc->peer_bytes < kvpn_min_peer_bytes, SIZE, "%s: desc->peer_bytes is %zu, must be at least %d", f,
-                  desc->peer_bytes, (int)kvpn_min_peer_bytes);
-    for (int r = 0; r < desc->world; r++)
-        KVPRIM_REFUSE(!desc->peers[r] || (uintptr_t)desc->peers[r] % 16, ARGUMENT,
-                      "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r, desc->peers[r]);
-    return KVPRIM_OK;
-}
-
 static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
@@ -2897,7 +2877,16 @@ static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_
         KVPRIM_REFUSE(fields[k].value < fields[k].least || fields[k].value > fields[k].most, ARGUMENT,
                       "%s: desc->%s is %lld, must be %lld to %lld", f, fields[k].name, (long long)fields[k].value,
                       (long long)fields[k].least, (long long)fields[k].most);
-    return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
+    if (!desc->peers)
+        return KVPRIM_OK;
+    KVPRIM_REFUSE(desc->world > kvpn_max_world, ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers",
+                  f, (int)desc->world, (int)kvpn_max_world);
+    KVPRIM_REFUSE(desc->peer_bytes < kvpn_min_peer_bytes, SIZE, "%s: desc->peer_bytes is %zu, must be at least %d", f,
+                  desc->peer_bytes, (int)kvpn_min_peer_bytes);
+    for (int r = 0; r < desc->world; r++)
+        KVPRIM_REFUSE(!desc->peers[r] || (uintptr_t)desc->peers[r] % 16, ARGUMENT,
+                      "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r, desc->peers[r]);
+    return KVPRIM_OK;
 }
 
 /* Why kernels are off, as far as this rank alone can say; NULL: no reason so far. */
@@ -3034,10 +3023,10 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status sta
     task->mine.has_kernels = !task->off_reason;
     if (task->can_exchange && !kvpn_is_cancelled(task))
         s = task->desc.exchange ? kvpn_exchange_by_caller(task) : kvpn_exchange_by_nccl(task);
-    if (status != KVPRIM_OK || s != KVPRIM_OK)
-        return status != KVPRIM_OK ? status : s;
-    if (kvpn_is_cancelled(task)) /* then they may be old: NCCL was ended, and did not say so */
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "kvprim_comm_init: cancelled");
+    KVPRIM_TRY(status);
+    KVPRIM_TRY(s);
+    /* what came may be old: NCCL was ended, and did not say so */
+    KVPRIM_REFUSE(kvpn_is_cancelled(task), TIMEOUT, "kvprim_comm_init: cancelled");
     for (int r = 0; r < task->comm.world; r++) {
         KVPRIM_TRY(
             kvpn_check_hello(&task->mine.hello, (const kvpn_hello *)((const char *)task->all + bytes * (size_t)r), r));
@@ -3052,9 +3041,8 @@ static kvprim_status kvpn_init_slots(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
     kvprim_comm *const comm = &task->comm;
-    size_t bytes = kvpn_max_peer_bytes;
-    if (task->desc.peers && task->desc.peer_bytes < bytes)
-        bytes = task->desc.peer_bytes;
+    const size_t most = kvpn_max_peer_bytes,
+                 bytes = task->desc.peers && task->desc.peer_bytes < most ? task->desc.peer_bytes : most;
     task->mine.peer_bytes = bytes;
     if (!task->desc.peers) {
         kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
@@ -3348,13 +3336,10 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
                       eight = {32 << 10, 8 << 20, 64 << 10, 16 << 20, 256 << 10,
                                4 << 20,  4 << 20, 4 << 20,  4 << 20,  512 << 10};
     kvpn_limits l = comm->link == kvpn_pcie ? eight : comm->world == 2 ? two : comm->world <= 4 ? four : eight;
-    const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
-    if (reduce)
-        l.two_shot = reduce;
-    if (comm->reduce_scatter_limit)
-        l.scatter = comm->reduce_scatter_limit;
-    if (gather || !kvpn_exchanges)
-        l.gather = l.gather_odd = l.parts_uneven = l.parts_even = kvpn_exchanges ? gather : 0;
+    l.two_shot = comm->all_reduce_limit ? comm->all_reduce_limit : l.two_shot;
+    l.scatter = comm->reduce_scatter_limit ? comm->reduce_scatter_limit : l.scatter;
+    if (comm->all_gather_limit || !kvpn_exchanges)
+        l.gather = l.gather_odd = l.parts_uneven = l.parts_even = kvpn_exchanges ? comm->all_gather_limit : 0;
     return l;
 }
 
@@ -3406,8 +3391,7 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_ex
     return e.largest <= limits.parts_many / world ? kvpn_by_parts_many : kvpn_by_parts_most;
 }
 
-/* Aligned sums of fp32, bf16 and fp16 have kernels of their own; KVPRIM_U8 stands for all else, which kvpn_any does.
-   Any, Odd: the ways of its kernels; Odd: those for tensors that are not aligned. */
+/* KVPRIM_U8 stands for all that kvpn_any does. Any, Odd: the ways of its kernels; Odd: for unaligned tensors. */
 template <template <class, int> class Way, int max_ranks, template <class, int> class Any = kvpn_two_shot,
           template <class, int> class Odd = Any>
 static const void *kvpn_pick(kvprim_dtype dtype, bool whole)
@@ -3427,15 +3411,9 @@ template <template <class, int> class Way> static const void *kvpn_pick(kvprim_d
 }
 
 #ifndef KVPRIM_NO_EXCHANGE
-template <int group, bool whole> static const void *kvpn_pick_groups(bool gathers)
-{
-    return gathers ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<group, true, whole>>
-                   : (const void *)kvpn_parts_kernel<kvpn_parts_groups<group, false, whole>>;
-}
-
 template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world)
 {
-    const bool gathers = way >= kvpn_by_gather_many;
+    enum { many = kvpn_group, most = kvpn_large_group };
     if (way == kvpn_by_gather)
         return world == 2   ? (const void *)kvpn_kernel<kvpn_gather_all, kvpn_any<whole>, 2>
                : world <= 4 ? (const void *)kvpn_kernel<kvpn_gather_all, kvpn_any<whole>, 4>
@@ -3443,8 +3421,10 @@ template <bool whole> static const void *kvpn_pick_parts(kvpn_way way, int world
     if (way == kvpn_by_parts)
         return world == 2 ? (const void *)kvpn_parts_kernel<kvpn_parts_slots<true, whole>>
                           : (const void *)kvpn_parts_kernel<kvpn_parts_slots<false, whole>>;
-    return kvpn_group_of(way) == kvpn_group ? kvpn_pick_groups<kvpn_group, whole>(gathers)
-                                            : kvpn_pick_groups<kvpn_large_group, whole>(gathers);
+    return way == kvpn_by_parts_many    ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<many, false, whole>>
+           : way == kvpn_by_parts_most  ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<most, false, whole>>
+           : way == kvpn_by_gather_many ? (const void *)kvpn_parts_kernel<kvpn_parts_groups<many, true, whole>>
+                                        : (const void *)kvpn_parts_kernel<kvpn_parts_groups<most, true, whole>>;
 }
 #endif
 
@@ -3474,15 +3454,15 @@ static void kvpn_set_cluster(cudaLaunchAttribute *attribute, uint32_t blocks)
     attribute->val.clusterDim.x = blocks, attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
 }
 
-static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
+static void kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
 {
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    if (task->off_reason)
+        return;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
         task->off_reason = "compiled for other GPUs than this one";
-        return false;
-    }
-    task->kernels_wait = task->kernels_wait && attributes.ptxVersion >= 90;
-    return true;
+    else
+        task->kernels_wait = task->kernels_wait && attributes.ptxVersion >= 90;
 }
 
 #ifndef KVPRIM_NO_NORM
@@ -3519,17 +3499,16 @@ static void kvpn_load_kernels(kvpn_init_task *task)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, KVPRIM_U8};
     const int world = task->comm.world;
-    bool loaded = true;
     task->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
         for (int k = 0; k < 8; k++)
-            loaded = loaded && kvpn_load_kernel(task, kvpn_kernel_of((kvpn_way)way, types[k / 2], world, k % 2 == 1));
+            kvpn_load_kernel(task, kvpn_kernel_of((kvpn_way)way, types[k / 2], world, k % 2 == 1));
 #ifndef KVPRIM_NO_NORM
     for (int k = 0; k < 2; k++)
         for (int form = kvpn_norm_plain; form <= kvpn_norm_alone; form++)
-            loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm(types[k], world, (kvpn_norm_form)form));
+            kvpn_load_kernel(task, kvpn_pick_norm(types[k], world, (kvpn_norm_form)form));
     /* kernels_wait: compiled for 9.0 or newer, without which a cluster has no instructions */
-    task->mine.clusters = loaded && task->kernels_wait && kvpn_can_cluster(&task->comm);
+    task->mine.clusters = !task->off_reason && task->kernels_wait && kvpn_can_cluster(&task->comm);
 #endif
     (void)cudaGetLastError();
 }
@@ -3613,11 +3592,10 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
             kvpn_nccl_status(f, "ncclCommInitRank", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
     }
     task->can_exchange = comm->nccl && (task->can_exchange || world == comm->world);
-    if (rank != comm->rank || world != comm->world || device != comm->device)
-        return kvprim_fail(
-            KVPRIM_ERROR_ARGUMENT,
-            "%s: desc->nccl is rank %d of %d on device %d, but desc says rank %d of %d, and the current device is %d",
-            f, rank, world, device, comm->rank, comm->world, comm->device);
+    KVPRIM_REFUSE(
+        rank != comm->rank || world != comm->world || device != comm->device, ARGUMENT,
+        "%s: desc->nccl is rank %d of %d on device %d, but desc says rank %d of %d, and the current device is %d", f,
+        rank, world, device, comm->rank, comm->world, comm->device);
     return KVPRIM_OK;
 }
 
@@ -3673,7 +3651,6 @@ static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
-/* Each step fails on all ranks or on none: the exchange after it tells all of them. */
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
     const size_t all = sizeof task->mine;
@@ -3745,16 +3722,6 @@ static void *kvpn_run_init_task(void *argument)
     return NULL;
 }
 
-static void kvpn_call_exchange(kvpn_init_task *task)
-{
-    int device = 0;
-    (void)cudaGetDevice(&device);
-    task->exchange_result =
-        task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, task->exchange_bytes);
-    (void)cudaSetDevice(device);
-    KVPRIM_NCCL_STORE(&task->exchange_requested, 0);
-}
-
 /* abort waits for init to notice, active calls to return, NCCL to end, other ranks to be told: together less than the
    second that it promises. destroy waits for calls, an abort among them, and for the telling. */
 enum { kvpn_cancel_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_notify_ms = 100 };
@@ -3772,8 +3739,14 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *tas
             cancelled_us = now_us;
             KVPRIM_NCCL_STORE(&task->cancelled, 1);
         }
-        if (!cancelled_us && KVPRIM_NCCL_LOAD(&task->exchange_requested))
-            kvpn_call_exchange(task);
+        if (!cancelled_us && KVPRIM_NCCL_LOAD(&task->exchange_requested)) {
+            int device = 0; /* the exchange may change it */
+            (void)cudaGetDevice(&device);
+            task->exchange_result =
+                task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, task->exchange_bytes);
+            (void)cudaSetDevice(device);
+            KVPRIM_NCCL_STORE(&task->exchange_requested, 0);
+        }
         if (cancelled_us && now_us - cancelled_us > kvpn_cancel_ms * 1000)
             kvpn_start_teardown(&task->comm, true); /* init waits inside NCCL, which this ends */
         if (cancelled_us && now_us - cancelled_us > (kvpn_cancel_ms + kvpn_nccl_ms) * 1000)
@@ -3895,12 +3868,11 @@ static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
 
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 {
-    const char *const f = "kvprim_comm_destroy";
-    KVPRIM_RANGE(f);
+    KVPRIM_RANGE(__func__);
     int device = 0;
-    KVPRIM_TRY(kvpn_check_process(f, comm));
+    KVPRIM_TRY(kvpn_check_process(__func__, comm));
     if (!kvpn_enter(comm, kvpn_alive, kvpn_destroying) && !kvpn_enter(comm, kvpn_aborted, kvpn_destroying))
-        return kvpn_fail_not_alive(f, comm);
+        return kvpn_fail_not_alive(__func__, comm);
     (void)cudaGetDevice(&device);
     (void)cudaSetDevice(comm->device);
     kvprim_status s = kvpn_leave_nccl(comm);
@@ -3908,9 +3880,9 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
         KVPRIM_NCCL_STORE(&comm->state, (int32_t)kvpn_aborted);
         kvpn_leave(comm);
     } else {
-        s = kvpn_cuda_status(f, "cudaDeviceSynchronize", cudaDeviceSynchronize());
+        s = kvpn_cuda_status(__func__, "cudaDeviceSynchronize", cudaDeviceSynchronize());
         if (s == KVPRIM_OK)
-            s = kvpn_nccl_status(f, comm->teardown->aborts ? "ncclCommAbort" : "ncclCommDestroy",
+            s = kvpn_nccl_status(__func__, comm->teardown->aborts ? "ncclCommAbort" : "ncclCommDestroy",
                                  comm->teardown->result);
         kvpn_free_comm(comm);
         memset(comm, 0, sizeof *comm);
@@ -3992,12 +3964,11 @@ static kvprim_status kvpn_check_nccl(const char *function, kvprim_comm *comm)
         KVPRIM_NCCL_STORE(&comm->watch_index, !index);
     }
     const int64_t age_ms = (kvpn_now_us() - oldest_us) / 1000;
-    if (oldest_us == 0 || age_ms <= comm->timeout_ms)
-        return KVPRIM_OK;
-    return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
-                       "%s: rank %d: a collective of NCCL's was not done %lld ms after its call; "
-                       "NCCL does not say which other rank it waits for",
-                       function, comm->rank, (long long)age_ms);
+    KVPRIM_REFUSE(oldest_us != 0 && age_ms > comm->timeout_ms, TIMEOUT,
+                  "%s: rank %d: a collective of NCCL's was not done %lld ms after its call; "
+                  "NCCL does not say which other rank it waits for",
+                  function, comm->rank, (long long)age_ms);
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
@@ -4258,12 +4229,11 @@ static kvpn_extent kvpn_extent_of(const kvpn_call *c)
 /* See >>impl_choose. */
 static kvpn_way kvpn_way_of(const kvpn_call *c)
 {
-    const size_t bytes = c->count * c->element;
     if (kvpn_has_parts(c->kind))
         return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_gathers(c->kind), kvpn_extent_of(c)) : kvpn_by_nccl;
     if (c->kind > kvpn_reduce_scatter)
         return kvpn_by_nccl;
-    return kvpn_choose_sum(c->comm, c->kind == kvpn_reduce_scatter, bytes, c->dtype, c->op_or_peer);
+    return kvpn_choose_sum(c->comm, c->kind == kvpn_reduce_scatter, c->count * c->element, c->dtype, c->op_or_peer);
 }
 
 /* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
@@ -4293,7 +4263,6 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way,
             *threads += 32;
 }
 
-/* After a kernel of NCCL's, no programmatic dependent launch: it may not have waited for what was before it. */
 static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, uint32_t cluster,
                                         dim3 threads, void *params)
 {
@@ -4327,24 +4296,19 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->area_bytes = p->world * p->sender_bytes, p->turn_bytes = 2 * p->area_bytes;
 }
 
-static void kvpn_set_what(kvpn_params *p, const kvpn_call *c, kvpn_way way)
-{
-    static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
-    p->what = ops[c->op_or_peer] | kvpn_type_of(c->dtype).own | (way == kvpn_by_two_shot ? kvpn_shares : 0);
-    p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
-    p->per_rank = 1.0 / c->comm->world;
-}
-
 /* Reduces in one launch, or in several if it is larger than the slots; or gathers few bytes (kvpn_by_gather). */
 static kvprim_status kvpn_launch_packs(const kvpn_call *c, kvpn_way way)
 {
+    static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
     const kvprim_comm *const comm = c->comm;
     const size_t all = c->count * c->element, most = kvpn_capacity_bytes(comm, way);
     const size_t pack = way == kvpn_by_gather ? 8 : 16;
     const kvprim_dtype type = c->op_or_peer == KVPRIM_SUM ? c->dtype : KVPRIM_U8; /* see kvpn_pick */
     kvpn_params p = {};
     kvpn_set_ranks(comm, &p);
-    kvpn_set_what(&p, c, way);
+    p.what = ops[c->op_or_peer] | kvpn_type_of(c->dtype).own | (way == kvpn_by_two_shot ? kvpn_shares : 0);
+    p.signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
+    p.per_rank = 1.0 / comm->world;
     p.pitch = c->kind == kvpn_reduce_scatter || way == kvpn_by_gather ? all : 0;
     for (size_t at = 0; at < all; at += most) {
         uint32_t blocks, threads;
@@ -4749,56 +4713,55 @@ static kvprim_status kvpn_collective(kvpn_kind kind, const char *function, kvpri
 KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                            kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_all_reduce, "kvprim_all_reduce", comm, recv, send, count, NULL, dtype, (int)op, stream);
+    return kvpn_collective(kvpn_all_reduce, __func__, comm, recv, send, count, NULL, dtype, (int)op, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send, size_t send_count,
                                            kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, NULL, dtype, 0, stream);
+    return kvpn_collective(kvpn_all_gather, __func__, comm, recv, send, send_count, NULL, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send, const size_t *counts,
                                             kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_all_gatherv, "kvprim_all_gatherv", comm, recv, send, 0, counts, dtype, 0, stream);
+    return kvpn_collective(kvpn_all_gatherv, __func__, comm, recv, send, 0, counts, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_to_all(kvprim_comm *comm, void *recv, const void *send, size_t part_count,
                                            kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_all_to_all, "kvprim_all_to_all", comm, recv, send, part_count, NULL, dtype, 0, stream);
+    return kvpn_collective(kvpn_all_to_all, __func__, comm, recv, send, part_count, NULL, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send, const size_t *counts,
                                             kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_all_to_allv, "kvprim_all_to_allv", comm, recv, send, 0, counts, dtype, 0, stream);
+    return kvpn_collective(kvpn_all_to_allv, __func__, comm, recv, send, 0, counts, dtype, 0, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send, size_t recv_count,
                                                kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_reduce_scatter, "kvprim_reduce_scatter", comm, recv, send, recv_count, NULL, dtype,
-                           (int)op, stream);
+    return kvpn_collective(kvpn_reduce_scatter, __func__, comm, recv, send, recv_count, NULL, dtype, (int)op, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t root,
                                           struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_broadcast, "kvprim_broadcast", comm, buf, NULL, count, NULL, dtype, root, stream);
+    return kvpn_collective(kvpn_broadcast, __func__, comm, buf, NULL, count, NULL, dtype, root, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_send, "kvprim_send", comm, NULL, buf, count, NULL, dtype, peer, stream);
+    return kvpn_collective(kvpn_send, __func__, comm, NULL, buf, count, NULL, dtype, peer, stream);
 }
 
 KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, NULL, dtype, peer, stream);
+    return kvpn_collective(kvpn_recv, __func__, comm, buf, NULL, count, NULL, dtype, peer, stream);
 }
 
 /* >>impl_norm_call -------------------------------------------------------------------------------------------------
@@ -4832,24 +4795,6 @@ static int64_t kvpn_norm_group_stride(const kvprim_norm_desc *d)
 static int64_t kvpn_norm_scale_stride(const kvprim_norm_desc *d)
 {
     return d->scale_stride ? d->scale_stride : kvpn_norm_words(d) * kvpn_norm_group_stride(d);
-}
-
-static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *list)
-{
-    const int64_t n = d->tokens, m = d->hidden, scaled = d->scale_group || d->scale_per_token ? n : 1;
-    /* words from the first scale to the last */
-    const int64_t scales =
-        (scaled - 1) * kvpn_norm_scale_stride(d) + (kvpn_norm_words(d) - 1) * kvpn_norm_group_stride(d) + 1;
-    const uint32_t in = kvpn_norm_input, out = kvpn_norm_output, any = kvpn_norm_send | kvpn_norm_residual;
-    const kvpn_norm_tensor all[kvpn_norm_tensors] = {
-        {"desc->residual", d->residual, d->residual_stride, n, m, 2, 16, kvpn_norm_residual, 0},
-        {"desc->weight", d->weight, 0, 1, m, 2, 16, in, 0},
-        {"desc->sum", d->sum, d->sum_stride, n, m, 2, 16, out, kvpn_norm_send},
-        {"desc->residual_out", d->residual_out, d->residual_out_stride, n, m, 2, 16, out, any},
-        {"desc->out", d->out, d->out_stride, n, m, 2, 16, out, any},
-        {"desc->quantised", d->quantised, d->quantised_stride, n, m, 1, 8, out, 0},
-        {"desc->scale", d->scale, 0, 1, scales, 4, 4, d->scale_per_token || d->scale_group ? out : in, 0}};
-    memcpy(list, all, sizeof all);
 }
 
 static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_desc *d)
@@ -4900,9 +4845,8 @@ static kvprim_status kvpn_check_norm_groups(const char *f, const kvprim_norm_des
                   f, (long long)d->hidden, d->scale_group);
     const int64_t most = (int64_t)1 << 46; /* so that sums of products with tokens and groups stay below 2^63 */
     const int64_t words = kvpn_norm_words(d), tokens = d->tokens > 0 ? d->tokens : 1, step = d->scale_group_stride;
-    const bool fits =
-        step >= 0 && step <= most / words && d->scale_stride >= 0 && kvpn_norm_scale_stride(d) <= most / tokens;
-    KVPRIM_REFUSE(!fits, SIZE,
+    KVPRIM_REFUSE(step < 0 || step > most / words || d->scale_stride < 0 || kvpn_norm_scale_stride(d) > most / tokens,
+                  SIZE,
                   "%s: desc->scale_stride is %lld and scale_group_stride %lld, less than 0 or too large for "
                   "%lld tokens",
                   f, (long long)d->scale_stride, (long long)step, (long long)d->tokens);
@@ -4934,12 +4878,6 @@ static uint64_t kvpn_norm_step(const kvpn_norm_tensor *t)
     return (uint64_t)(t->stride ? t->stride : t->columns) * t->element;
 }
 
-/* From the first byte of the first row to the last byte of the last one. */
-static uint64_t kvpn_norm_bytes(const kvpn_norm_tensor *t)
-{
-    return (uint64_t)(t->rows - 1) * kvpn_norm_step(t) + (uint64_t)t->columns * t->element;
-}
-
 /* Device memory is read and written 16 bytes at a time, the host's by elements. */
 static kvprim_status kvpn_check_norm_tensor(const char *f, const kvpn_norm_tensor *t, bool on_host)
 {
@@ -4963,46 +4901,57 @@ static kvprim_status kvpn_check_norm_tensor(const char *f, const kvpn_norm_tenso
 static kvprim_status kvpn_check_norm_overlap(const char *f, const kvpn_norm_tensor *output, const kvpn_norm_tensor *t)
 {
     const uintptr_t a = (uintptr_t)output->data, b = (uintptr_t)t->data;
-    const uint64_t step = kvpn_norm_step(output), gap = (a > b ? a - b : b - a) % step;
+    const uint64_t step = kvpn_norm_step(output), other_step = kvpn_norm_step(t), gap = (a > b ? a - b : b - a) % step;
     const uint64_t row_a = (uint64_t)output->columns * output->element, row_b = (uint64_t)t->columns * t->element;
-    const bool same_step = step == kvpn_norm_step(t) || t->rows == 1;
-    if (a == 0 || b == 0 || a + kvpn_norm_bytes(output) <= b || b + kvpn_norm_bytes(t) <= a)
+    const uint64_t end_a = a + (uint64_t)(output->rows - 1) * step + row_a,
+                   end_b = b + (uint64_t)(t->rows - 1) * other_step + row_b;
+    const bool same_step = step == other_step || t->rows == 1;
+    const bool in_place = a == b && (output->may_be & t->is) != 0;
+    if (a == 0 || b == 0 || end_a <= b || end_b <= a)
         return KVPRIM_OK;
-    if (a == b && same_step && (output->may_be & t->is) != 0)
-        return KVPRIM_OK;
-    if (same_step && gap >= (a > b ? row_b : row_a) && step - gap >= (a > b ? row_a : row_b))
+    if (same_step && (in_place || (gap >= (a > b ? row_b : row_a) && step - gap >= (a > b ? row_a : row_b))))
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s, %p, and %s, %p, overlap%s", f, output->name, (void *)a, t->name,
-                       (void *)b,
-                       a == b && (output->may_be & t->is) != 0 ? ": in place, their strides are the same" : "");
+                       (void *)b, in_place ? ": in place, their strides are the same" : "");
 }
 
 /* sends: of one rank, or, on the host, of all. */
 static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, const void *const *sends, int32_t world,
                                      bool on_host)
 {
-    kvpn_norm_tensor list[kvpn_norm_tensors];
     KVPRIM_TRY(kvpn_check_norm_fields(f, d));
     KVPRIM_TRY(kvpn_check_norm_groups(f, d));
     if (d->tokens == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpn_check_norm_outputs(f, d));
-    kvpn_list_norm_tensors(d, list);
+    const bool writes_scales = d->scale_group || d->scale_per_token;
+    const int64_t n = d->tokens, m = d->hidden;
+    const int64_t last_token = (writes_scales ? n - 1 : 0) * kvpn_norm_scale_stride(d);
+    /* scales: words from the first one to the last */
+    const int64_t scales = last_token + (kvpn_norm_words(d) - 1) * kvpn_norm_group_stride(d) + 1;
+    const uint32_t in = kvpn_norm_input, out = kvpn_norm_output, any = kvpn_norm_send | kvpn_norm_residual;
+    const kvpn_norm_tensor list[kvpn_norm_tensors] = {
+        {"desc->residual", d->residual, d->residual_stride, n, m, 2, 16, kvpn_norm_residual, 0},
+        {"desc->weight", d->weight, 0, 1, m, 2, 16, in, 0},
+        {"desc->sum", d->sum, d->sum_stride, n, m, 2, 16, out, kvpn_norm_send},
+        {"desc->residual_out", d->residual_out, d->residual_out_stride, n, m, 2, 16, out, any},
+        {"desc->out", d->out, d->out_stride, n, m, 2, 16, out, any},
+        {"desc->quantised", d->quantised, d->quantised_stride, n, m, 1, 8, out, 0},
+        {"desc->scale", d->scale, 0, 1, scales, 4, 4, writes_scales ? out : in, 0}};
     for (int k = 0; k < kvpn_norm_tensors; k++)
         KVPRIM_TRY(kvpn_check_norm_tensor(f, &list[k], on_host));
     for (int k = 0; k < kvpn_norm_tensors; k++)
-        for (int other = 0; other < kvpn_norm_tensors && list[k].is == kvpn_norm_output; other++)
-            if (other > k || (other != k && list[other].is != kvpn_norm_output))
+        for (int other = 0; other < kvpn_norm_tensors && list[k].is == out; other++)
+            if (other > k || list[other].is != out)
                 KVPRIM_TRY(kvpn_check_norm_overlap(f, &list[k], &list[other]));
     for (int32_t r = 0; r < world; r++) {
         char name[24];
         (void)snprintf(name, sizeof name, on_host ? "sends[%d]" : "desc->send", (int)r);
-        const kvpn_norm_tensor addend = {name, sends[r], d->send_stride, d->tokens, d->hidden,
-                                         2,    16,       kvpn_norm_send, 0};
+        const kvpn_norm_tensor addend = {name, sends[r], d->send_stride, n, m, 2, 16, kvpn_norm_send, 0};
         KVPRIM_REFUSE(!sends[r], NULL, "%s: %s is NULL", f, name);
         KVPRIM_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
         for (int k = 0; k < kvpn_norm_tensors; k++)
-            if (list[k].is == kvpn_norm_output)
+            if (list[k].is == out)
                 KVPRIM_TRY(kvpn_check_norm_overlap(f, &list[k], &addend));
     }
     return KVPRIM_OK;
@@ -5265,38 +5214,29 @@ static float kvpn_host_scale(const kvpn_host_token *t, int64_t first, int64_t en
     return scale;
 }
 
-/* `first` to `end`: the elements of a scale. */
-static void kvpn_host_norm(const kvpn_host_token *t, int64_t first, int64_t end)
-{
-    const kvprim_norm_desc *const d = t->d;
-    const float scale = kvpn_host_scale(t, first, end);
-    for (int64_t i = first; i < end; i++) {
-        float s;
-        const float r = kvpn_host_residual(t, i, &s), y = kvpn_host_scaled(t, r, i);
-        kvpn_set_host_element(d, d->sum, t->token * d->sum_stride + i, s);
-        kvpn_set_host_element(d, d->residual_out, t->token * d->residual_out_stride + i, r);
-        kvpn_set_host_element(d, d->out, t->token * d->out_stride + i, y);
-        if (d->quantised)
-            ((unsigned char *)d->quantised)[t->token * d->quantised_stride + i] =
-                (unsigned char)kvpi_to_e4m3(kvpi_quotient(y, scale));
-    }
-}
-
 KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc, const void *const *sends,
                                                      int32_t world)
 {
-    const char *const f = "kvprim_all_reduce_norm_host";
-    KVPRIM_RANGE(f);
-    KVPRIM_REFUSE(!desc || !sends, NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
-    KVPRIM_REFUSE(world < 1, ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
-    KVPRIM_TRY(kvpn_check_norm(f, desc, sends, world, true));
+    KVPRIM_RANGE(__func__);
+    KVPRIM_REFUSE(!desc || !sends, NULL, "%s: %s is NULL", __func__, desc ? "sends" : "desc");
+    KVPRIM_REFUSE(world < 1, ARGUMENT, "%s: world is %d, must be at least 1", __func__, (int)world);
+    KVPRIM_TRY(kvpn_check_norm(__func__, desc, sends, world, true));
     const kvprim_norm_desc d = kvpn_complete_norm(desc);
     const int64_t each = d.scale_group ? d.scale_group : d.hidden; /* elements of a scale */
     kvpn_host_token t = {&d, sends, world, 0, 0};
     for (; t.token < d.tokens; t.token++) {
+        float s, scale = 1;
         t.factor = kvpn_host_factor(&t);
-        for (int64_t first = 0; first < d.hidden; first += each)
-            kvpn_host_norm(&t, first, first + each);
+        for (int64_t i = 0; i < d.hidden; i++) {
+            const float r = kvpn_host_residual(&t, i, &s), y = kvpn_host_scaled(&t, r, i);
+            scale = i % each == 0 ? kvpn_host_scale(&t, i, i + each) : scale;
+            kvpn_set_host_element(&d, d.sum, t.token * d.sum_stride + i, s);
+            kvpn_set_host_element(&d, d.residual_out, t.token * d.residual_out_stride + i, r);
+            kvpn_set_host_element(&d, d.out, t.token * d.out_stride + i, y);
+            if (d.quantised)
+                ((unsigned char *)d.quantised)[t.token * d.quantised_stride + i] =
+                    (unsigned char)kvpi_to_e4m3(kvpi_quotient(y, scale));
+        }
     }
     return KVPRIM_OK;
 }
@@ -5412,10 +5352,9 @@ KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struc
 
 KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 {
-    const char *const f = "kvprim_ring_credit";
-    KVPRIM_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
+    KVPRIM_TRY(kvpn_check_ring(__func__, ring, ring, 1, kvpn_ring_sends));
     KVPRIM_REFUSE(n < 0 || (uint64_t)n > ring->ended - ring->freed, SIZE, "%s: n is %d, but %d slots lack their credit",
-                  f, n, (int)(ring->ended - ring->freed));
+                  __func__, n, (int)(ring->ended - ring->freed));
     ring->freed += (uint64_t)n;
     return KVPRIM_OK;
 }
@@ -5448,12 +5387,11 @@ KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_
 
 KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
 {
-    const char *const f = "kvprim_ring_take";
-    KVPRIM_TRY(kvpn_check_ring(f, ring, n, 1, kvpn_ring_receives));
+    KVPRIM_TRY(kvpn_check_ring(__func__, ring, n, 1, kvpn_ring_receives));
     for (*n = 0; ring->freed < ring->ended; ring->freed++, ++*n) {
         const cudaError_t done = kvpn_query_event(ring->finished[ring->freed % (uint64_t)ring->desc.slots]);
         if (done != cudaSuccess)
-            return done == cudaErrorNotReady ? KVPRIM_OK : kvpn_cuda_status(f, "cudaEventQuery", done);
+            return done == cudaErrorNotReady ? KVPRIM_OK : kvpn_cuda_status(__func__, "cudaEventQuery", done);
     }
     return KVPRIM_OK;
 }
