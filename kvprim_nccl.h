@@ -4901,7 +4901,7 @@ static kvprim_status kvpn_check_norm_tensor(const char *f, const kvpn_norm_tenso
 static kvprim_status kvpn_check_norm_overlap(const char *f, const kvpn_norm_tensor *output, const kvpn_norm_tensor *t)
 {
     const uintptr_t a = (uintptr_t)output->data, b = (uintptr_t)t->data;
-    const uint64_t step = kvpn_norm_step(output), other_step = kvpn_norm_step(t), gap = (a > b ? a - b : b - a) % step;
+    const uint64_t step = kvpn_norm_step(output), other_step = kvpn_norm_step(t); /* 0 without data, perhaps */
     const uint64_t row_a = (uint64_t)output->columns * output->element, row_b = (uint64_t)t->columns * t->element;
     const uint64_t end_a = a + (uint64_t)(output->rows - 1) * step + row_a,
                    end_b = b + (uint64_t)(t->rows - 1) * other_step + row_b;
@@ -4909,6 +4909,7 @@ static kvprim_status kvpn_check_norm_overlap(const char *f, const kvpn_norm_tens
     const bool in_place = a == b && (output->may_be & t->is) != 0;
     if (a == 0 || b == 0 || end_a <= b || end_b <= a)
         return KVPRIM_OK;
+    const uint64_t gap = (a > b ? a - b : b - a) % step;
     if (same_step && (in_place || (gap >= (a > b ? row_b : row_a) && step - gap >= (a > b ? row_a : row_b))))
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s, %p, and %s, %p, overlap%s", f, output->name, (void *)a, t->name,

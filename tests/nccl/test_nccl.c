@@ -524,6 +524,8 @@ static void test_norm_tensors(void)
     CHECK_ERROR(kvprim_all_reduce_norm_host(&d, &d.send, 1), KVPRIM_ERROR_NULL, "sends[0] is NULL");
     d = good_norm(), d.weight = NULL;
     norm_refuses(&d, KVPRIM_ERROR_NULL, "desc->weight is NULL");
+    d = good_norm(), d.sum = NULL, d.sum_stride = INT64_MIN; /* twice that is 0 */
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
     d = good_norm(), d.scale = NULL;
     norm_refuses(&d, KVPRIM_ERROR_NULL, "desc->scale is NULL, but desc->quantised is set");
     d = good_norm(), d.quantised = NULL;
