@@ -323,9 +323,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
 
    1 / sqrt is rounded once, to nearest. The squares are added in an order that depends on `hidden` alone (see
    kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
-   A unit compiled with --use_fast_math flushes subnormal values, and may differ there. FlashInfer and TensorRT-LLM
-   multiply in this order; vLLM's norm kernel also rounds before it multiplies by the weight. Call it after attention
-   and after the MLP, in place of the all-reduce, the addition and the norm: examples/17_all_reduce_norm.cu. */
+   A unit compiled with --use_fast_math flushes subnormal values, and may differ there and in scales below 2^-111.
+   FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before the weight. Call it after
+   attention and the MLP, in place of the all-reduce, the addition and the norm: examples/17_all_reduce_norm.cu. */
 
 /* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes except as said; strides are elements from
    token to token, multiples of 8, at least hidden; 0: hidden. Outputs may be NULL, but not both out and quantised. */
@@ -683,6 +683,21 @@ KVPRIM_NCCL_DEVICE uint64_t kvpn_globaltimer_ns(void)
     return ns;
 }
 
+/* Near 1 / a, within a unit of the last place; near 1 / sqrt(a), for kvpn_root_reciprocal. */
+KVPRIM_NCCL_DEVICE float kvpn_near_reciprocal(float a)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+
+KVPRIM_NCCL_DEVICE float kvpn_near_root_reciprocal(float a)
+{
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+
 /* Whether there are clusters of blocks and programmatic dependent launch. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 enum { kvpn_is_sm_90 = 0 };
@@ -843,7 +858,7 @@ struct kvpn_f32 {
     }
 };
 
-template <class Pair> struct kvpn_pair {
+template <class Pair, bool is_bf16> struct kvpn_pair {
     enum { per_word = 2, whole = 1 };
     KVPRIM_NCCL_DEVICE uint32_t word_of(Pair pair)
     {
@@ -858,9 +873,25 @@ template <class Pair> struct kvpn_pair {
         memcpy(&y, &b, 4);
         return word_of(__hadd2(x, y));
     }
+    /* Of each two elements the larger in magnitude, NaN only if both are. It may have any sign. */
+    KVPRIM_NCCL_DEVICE uint32_t larger(uint32_t a, uint32_t b)
+    {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+        if (is_bf16)
+            asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+        else
+            asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+        return a;
+#else
+        Pair x, y;
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        return word_of(__hmax2(__habs2(x), __habs2(y)));
+#endif
+    }
 };
 
-struct kvpn_bf16 : kvpn_pair<__nv_bfloat162> {
+struct kvpn_bf16 : kvpn_pair<__nv_bfloat162, true> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         f[0] = kvpi_float_of(word << 16), f[1] = kvpi_float_of(word & 0xffff0000u);
@@ -872,7 +903,7 @@ struct kvpn_bf16 : kvpn_pair<__nv_bfloat162> {
 };
 
 #ifndef KVPRIM_NCCL_EMULATE
-struct kvpn_f16 : kvpn_pair<__half2> {
+struct kvpn_f16 : kvpn_pair<__half2, false> {
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         kvpi_of_f16x2(f, word);
@@ -1179,7 +1210,8 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_
    begin, which sends, and complete, which waits for packs and writes results. In between, all threads take their turn.
 
    Most ways go pack by pack. Thread t has packs t, t + threads, ... of its block, and the same ones when it sends, sums
-   and writes, so that send may be recv. It sends its next pack before it waits for one: that keeps the links busy. */
+   and writes, so that send may be recv. It sends its next pack before it waits for one: that keeps the links busy, and
+   no rank waits for a pack whose sender waits. */
 template <class Way> struct kvpn_pack_by_pack {
     enum { threads = kvpn_max_threads }; /* at most; half with a max_ranks of 8 */
     enum { turn_last = 0 }; /* 1: the turn ends after complete, with a barrier for those who receive, and not before */
@@ -1533,8 +1565,8 @@ template <class T, int max_ranks> struct kvpn_pipeline {
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
 
    Ways of all_gather, all_gatherv, all_to_all and all_to_allv: a part from each rank to each other one, of any size and
-   place (why thread 0 of a block also sends and awaits a slot without bytes: >>impl_protocol). Gathers send the same
-   part to all. Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. */
+   place. Gathers send the same part to all. Every pair of ranks has roles of its own in each block, so a thread needs
+   only one peer. Thread 0 of a block sends and awaits a slot even where the part has no bytes: see >>impl_protocol. */
 enum { kvpn_group = 4, kvpn_large_group = 6 }; /* packs; see kvpn_parts_groups */
 #ifndef KVPRIM_NO_EXCHANGE
 typedef struct kvpn_part {
@@ -1753,6 +1785,7 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
         p.turn[me.block] = me.turn ^ 1;
 }
 
+/* Each block exchanges packs with the blocks of its number on the other ranks. */
 template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Params &p)
 {
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
@@ -1848,7 +1881,7 @@ template <kvpn_norm_form form> struct kvpn_norm_is {
 /* >>impl_norm_few --------------------------------------------------------------------------------------------------
 
    One shot, fastest for the few tokens of decoding: a pack for each thread of a row, and no other threads except those
-   that complete a warp. Every instruction counts, because a multiprocessor has a whole token. 1 x 4,096 takes 2.4 us
+   that complete a warp. Every instruction counts, because a multiprocessor has a whole token. 1 x 4,096 takes 2.5 us
    (H200), a sum of as many bytes 2.0. What helps:
    - weight and residual are loaded, and the turn ends, after the addend is sent: the exchange is under way (0.1 us);
    - a slot is emptied as soon as its pack is there: the store overlaps with the barrier (0.1 us);
@@ -1877,11 +1910,28 @@ static inline kvpn_norm_form kvpn_few_form_of(const kvpn_norm_params *p)
                                                : kvpn_norm_rows;
 }
 
+/* 1 / sqrt(a), rounded to nearest. These are the compiler's steps (sm_75 to sm_120) without those that bring a between
+   1/2 and 2, which usual numbers do not need. A test compares all numbers: it must run on a GPU of a new kind. */
+KVPRIM_NCCL_DEVICE float kvpn_root_reciprocal(float a)
+{
+    const float r = kvpn_near_root_reciprocal(a), square = __fmul_rn(r, r), rest = __fmaf_rn(r, r, -square),
+                error = __fmaf_rn(-a, rest, __fmaf_rn(-a, square, 1.0f));
+    const bool usual = kvpi_bits_of(a) - 0x00800000 < 0x5f800000 - 0x00800000; /* 2^-126 to 2^64 */
+    return usual ? __fmaf_rn(__fmaf_rn(error, 0.375f, 0.5f), __fmul_rn(r, error), r) : __frsqrt_rn(a);
+}
+
+/* largest / 448, rounded to nearest, or any number below 2^-126: kvpc_tile_scale in kvprim_cuda.cuh says why. */
+KVPRIM_NCCL_DEVICE float kvpn_norm_quotient(float largest)
+{
+    const float q = __fmul_rn(largest, 1 / 448.0f);
+    return __fmaf_rn(__fmaf_rn(-q, 448.0f, largest), 1 / 448.0f, q);
+}
+
 /* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
    kvpc_over in kvprim_cuda.cuh, which has the proof. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
 {
-    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
+    const float high = kvpi_float_of(kvpi_bits_of(kvpn_near_reciprocal(scale)) - 2);
     const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
     const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
     if (usual)
@@ -1926,7 +1976,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     typedef kvpn_norm_is<form> is;
     typedef kvpn_norm_params params;
     typedef const kvpn_thread thread;
-    enum { packs = is::packs, usual = is::usual };
+    enum { packs = is::packs, usual = is::usual, once = form == kvpn_norm_rows };
 
     /* A thread's part of one token. r is the addend, s, r and y, one after another. */
     struct token {
@@ -1934,6 +1984,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         uint4 r[packs], residual[packs], weight[packs];
         float squares[packs]; /* of each pack, added */
         float scale;
+        int64_t scale_at; /* if `once`: scale_offset() */
     };
 
     KVPRIM_NCCL_DEVICE bool quantises(const params &p)
@@ -1965,6 +2016,17 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             ((uint4 *)((char *)to + (int64_t)t.token * stride))[pack(me, k)] = t.r[k];
     }
 
+    /* Where in p.scale, in bytes, the scale goes that the thread writes for its pack k; -1: it writes none. */
+    KVPRIM_NCCL_DEVICE int64_t scale_offset(const params &p, thread &me, const token &t, uint32_t k)
+    {
+        const uint32_t number = pack(me, k), group = number / kvpn_norm_group_packs;
+        if (p.scales == kvpn_of_tensor || number % kvpn_norm_group_packs || (p.scales == kvpn_of_token && number))
+            return -1;
+        return t.token * p.scale_stride + (p.scales == kvpn_of_groups_exponents
+                                               ? group / 4 * p.scale_group_stride + group % 4
+                                               : group * p.scale_group_stride);
+    }
+
     /* What a token needs besides s. */
     KVPRIM_NCCL_DEVICE void prepare(const params &p, thread &me, token &t)
     {
@@ -1974,6 +2036,12 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
                 usual || p.residual ? load(p, me, p.residual, t.token, p.residual_stride, k) : uint4{0, 0, 0, 0};
         }
         t.scale = quantises(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
+        if (once && quantises(p)) {
+            t.scale_at = scale_offset(p, me, t, 0);
+#ifndef KVPRIM_NCCL_EMULATE
+            asm volatile("" : "+l"(t.scale_at)); /* the compiler would move it after the wait: 0.1 us */
+#endif
+        }
     }
 
     /* s from memory, and what else a token needs. */
@@ -2006,7 +2074,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     /* y from r. total: of all squares. */
     KVPRIM_NCCL_DEVICE void multiply(const params &p, thread &me, float total, token &t)
     {
-        const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
+        const float by = kvpn_root_reciprocal(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
         for (uint32_t k = 0; k < packs; k++) {
             float f[8], w[8];
             kvpn_split_pack<T>(t.r[k], f);
@@ -2022,47 +2090,34 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         }
     }
 
-    /* The bits of the largest |y| of the thread's pack k, if it has one, and of `most`. */
-    KVPRIM_NCCL_DEVICE uint32_t most_of(const params &p, thread &me, const token &t, uint32_t k, uint32_t most)
+    /* The bits of the largest |y| of pack k, and of `most`. A thread without it has 0 or NaN there: neither counts. */
+    KVPRIM_NCCL_DEVICE uint32_t most_of(const token &t, uint32_t k, uint32_t most)
     {
-        float f[8];
-        if (!has(p, me, k))
-            return most;
-        kvpn_split_pack<T>(t.r[k], f);
-        for (int e = 0; e < 8; e++)
-            most = kvpi_tile_most(most, f[e]);
-        return most;
-    }
-
-    /* Of the thread's pack, if its token or group has one. */
-    KVPRIM_NCCL_DEVICE void write_scale(const params &p, const token &t, uint32_t pack, float scale)
-    {
-        const uint32_t group = pack / kvpn_norm_group_packs;
-        char *const row = (char *)p.scale + t.token * p.scale_stride;
-        if (p.scales == kvpn_of_tensor || pack % kvpn_norm_group_packs || (p.scales == kvpn_of_token && pack))
-            return;
-        if (p.scales == kvpn_of_groups_exponents)
-            row[group / 4 * p.scale_group_stride + group % 4] = (char)(kvpi_bits_of(scale) >> 23);
-        else
-            *(float *)(row + group * p.scale_group_stride) = scale;
+        const uint4 y = t.r[k];
+        float f[2];
+        T::split(T::larger(T::larger(y.x, y.y), T::larger(y.z, y.w)), f);
+        return kvpi_bits_of(fmaxf(fmaxf(fabsf(f[0]), fabsf(f[1])), kvpi_float_of(most)));
     }
 
     /* q from y. most: of each pack's token or group, if that has a scale of its own. */
     KVPRIM_NCCL_DEVICE void quantise(const params &p, thread &me, const uint32_t *most, const token &t)
     {
         for (uint32_t k = 0; k < packs; k++) {
-            const uint32_t number = pack(me, k);
             float f[8], scale = t.scale;
             if (!has(p, me, k))
                 continue;
             if (p.scales != kvpn_of_tensor)
-                scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most[k]), 448.0f), p.scale_min,
+                scale = kvpi_tile_scale(kvpn_norm_quotient(kvpi_tile_largest(most[k])), p.scale_min,
                                         p.scales >= kvpn_of_groups_powers);
             kvpn_split_pack<T>(t.r[k], f);
             kvpn_norm_divide(f, scale);
-            ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[number] =
+            ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack(me, k)] =
                 uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
-            write_scale(p, t, number, scale);
+            const int64_t at = once ? t.scale_at : scale_offset(p, me, t, k);
+            if (at >= 0 && p.scales == kvpn_of_groups_exponents)
+                ((char *)p.scale)[at] = (char)(kvpi_bits_of(scale) >> 23);
+            else if (at >= 0)
+                p.scale[at / 4] = scale;
         }
     }
 
@@ -2248,7 +2303,14 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
 
     template <int lanes> KVPRIM_NCCL_DEVICE uint32_t largest_of(uint32_t most)
     {
-        for (int distance = 1; distance < lanes; distance *= 2)
+        int distance = 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        if (lanes == kvpn_norm_lanes) { /* __reduce_max_sync(): clang 14 lacks it, and 20.1.0 has it wrong */
+            asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(most));
+            distance = lanes;
+        }
+#endif
+        for (; distance < lanes; distance *= 2)
             most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
         return most;
     }
@@ -2260,7 +2322,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         float found[packs];
         uint32_t all = 0;
         for (uint32_t k = 0; k < packs; k++)
-            all = most_of(p, me, t, k, all);
+            all = most_of(t, k, all);
         all = largest_of<kvpn_norm_lanes>(all);
         for (uint32_t k = 0; k < packs; k++)
             found[k] = __uint_as_float(all);
@@ -2297,7 +2359,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             largest(p, me, m.found[meetings++ % 2], t, most);
         else if (p.scales != kvpn_of_tensor)
             for (uint32_t k = 0; k < packs; k++)
-                most[k] = largest_of<kvpn_norm_group_packs>(most_of(p, me, t, k, 0));
+                most[k] = largest_of<kvpn_norm_group_packs>(most_of(t, k, 0));
         quantise(p, me, most, t);
     }
 #endif
@@ -3025,7 +3087,7 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status sta
         s = task->desc.exchange ? kvpn_exchange_by_caller(task) : kvpn_exchange_by_nccl(task);
     KVPRIM_TRY(status);
     KVPRIM_TRY(s);
-    /* what came may be old: NCCL was ended, and did not say so */
+    /* the infos may be old: NCCL was ended, and did not say so */
     KVPRIM_REFUSE(kvpn_is_cancelled(task), TIMEOUT, "kvprim_comm_init: cancelled");
     for (int r = 0; r < task->comm.world; r++) {
         KVPRIM_TRY(
@@ -3391,7 +3453,7 @@ static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, bool gathers, kvpn_ex
     return e.largest <= limits.parts_many / world ? kvpn_by_parts_many : kvpn_by_parts_most;
 }
 
-/* KVPRIM_U8 stands for all that kvpn_any does. Any, Odd: the ways of its kernels; Odd: for unaligned tensors. */
+/* KVPRIM_U8 stands for all that kvpn_any does. Any: the way of its kernels; Odd: of those for unaligned tensors. */
 template <template <class, int> class Way, int max_ranks, template <class, int> class Any = kvpn_two_shot,
           template <class, int> class Odd = Any>
 static const void *kvpn_pick(kvprim_dtype dtype, bool whole)
@@ -3651,6 +3713,7 @@ static kvprim_status kvpn_finish_rank(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
+/* Each step fails on all ranks or on none: the exchange after it tells all of them. */
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
     const size_t all = sizeof task->mine;
@@ -3740,7 +3803,7 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *tas
             KVPRIM_NCCL_STORE(&task->cancelled, 1);
         }
         if (!cancelled_us && KVPRIM_NCCL_LOAD(&task->exchange_requested)) {
-            int device = 0; /* the exchange may change it */
+            int device = 0; /* the current one: the exchange may change it */
             (void)cudaGetDevice(&device);
             task->exchange_result =
                 task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, task->exchange_bytes);
@@ -4901,7 +4964,7 @@ static kvprim_status kvpn_check_norm_tensor(const char *f, const kvpn_norm_tenso
 static kvprim_status kvpn_check_norm_overlap(const char *f, const kvpn_norm_tensor *output, const kvpn_norm_tensor *t)
 {
     const uintptr_t a = (uintptr_t)output->data, b = (uintptr_t)t->data;
-    const uint64_t step = kvpn_norm_step(output), other_step = kvpn_norm_step(t); /* 0 without data, perhaps */
+    const uint64_t step = kvpn_norm_step(output), other_step = kvpn_norm_step(t); /* 0, perhaps, if data is NULL */
     const uint64_t row_a = (uint64_t)output->columns * output->element, row_b = (uint64_t)t->columns * t->element;
     const uint64_t end_a = a + (uint64_t)(output->rows - 1) * step + row_a,
                    end_b = b + (uint64_t)(t->rows - 1) * other_step + row_b;
@@ -5230,7 +5293,8 @@ KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *des
         t.factor = kvpn_host_factor(&t);
         for (int64_t i = 0; i < d.hidden; i++) {
             const float r = kvpn_host_residual(&t, i, &s), y = kvpn_host_scaled(&t, r, i);
-            scale = i % each == 0 ? kvpn_host_scale(&t, i, i + each) : scale;
+            if (i % each == 0) /* before outputs of its elements, which may be inputs */
+                scale = kvpn_host_scale(&t, i, i + each);
             kvpn_set_host_element(&d, d.sum, t.token * d.sum_stride + i, s);
             kvpn_set_host_element(&d, d.residual_out, t.token * d.residual_out_stride + i, r);
             kvpn_set_host_element(&d, d.out, t.token * d.out_stride + i, y);

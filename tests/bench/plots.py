@@ -580,7 +580,7 @@ def across(gpus):
                  {name: norm_ratios(gpus, n, *columns) for n, name in few('1', '8', '32', '128')}, ['8 tokens'], *call)
           for instead, columns, call in (
               ('NCCL, norm kernel', (2, 3),
-               (f"NCCL's sum, a norm kernel: 1 to 128 tokens, {gpus} GPUs", 'kvprim_all_reduce_norm')),
+               (f"NCCL's sum, a norm kernel: 1 to 128 tokens of 4,096, {gpus} GPUs", 'kvprim_all_reduce_norm')),
               ("kvprim's sum, norm kernel", (1,), ()), ("one-shot kernel like TensorRT-LLM's", (4,), ())))]
 
 
@@ -640,9 +640,9 @@ def losses():
         Figure('all-reduce of 8 to 64 MB on 32 multiprocessors, the worst{}', 'a kernel that only pushes the bytes',
                {'': 1 / target(nccl, 'all_reduce on 32 multiprocessors to the push')}, (),
                'all-reduce of 8 to 64 MB on 32 multiprocessors, the worst'),
-        Figure('sum, residual and RMSNorm of {}, the worst', 'the best other way', {
+        Figure('sum, residual and RMSNorm to bf16 of {}, the worst', 'the best other way', {
             'up to 1 MB': 1 / target(nccl, norm + 'up to 1 MB'), 'more than 1 MB': 1 / target(nccl, norm + 'beyond')},
-            (), 'sum, residual and RMSNorm, the worst sizes'),
+            (), 'sum, residual and RMSNorm to bf16, the worst sizes'),
         Figure('KV pages to another GPU, {}', 'one `ncclSend`', {
             f'a ring of {chunk} {way}': float(part.find(rf'ring of \d x {chunk} on \d lanes? +[\d.]+ +([\d.]+)'))
             for chunk, way, part in (('4 MB', 'on two communicators', TWO_LANES), ('8 MB', 'on two', TWO_LANES),

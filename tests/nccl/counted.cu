@@ -11,6 +11,9 @@ static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel);
 #include "../../kvprim_nccl.h"
 #undef cudaFuncGetAttributes
 #include "../gpu/sampled.h"
+#ifdef __CUDACC__
+#include "norm_numbers.h"
+#endif
 
 static const bool counted = (sampled_on = true, atexit(sampled_print) == 0);
 

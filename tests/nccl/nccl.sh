@@ -81,7 +81,7 @@ build_one()
 # Compiles the implementation, which most programs link with.
 build_implementation()
 {
-    echo '#include "kvprim_nccl.h"' >build/kvprim_nccl.cu
+    printf '#include "%s"\n' kvprim_nccl.h tests/nccl/norm_numbers.h >build/kvprim_nccl.cu
     $cuda -DKVPRIM_IMPLEMENTATION -c build/kvprim_nccl.cu -o build/kvprim_nccl.o
 }
 

@@ -160,6 +160,22 @@ static float kvprim_emulate_float(uint16_t bf16)
                                  kvprim_emulate_float(a.high) + kvprim_emulate_float(b.high));
 }
 
+static __nv_bfloat162 __habs2(__nv_bfloat162 a)
+{
+    return {static_cast<uint16_t>(a.low & 0x7fff), static_cast<uint16_t>(a.high & 0x7fff)};
+}
+
+/* The larger of two magnitudes, which order as their bits do; a number rather than a NaN. With a sign, as a GPU's. */
+static uint16_t kvprim_emulate_max(uint16_t a, uint16_t b)
+{
+    return (a > 0x7f80 ? b : b > 0x7f80 ? a : std::max(a, b)) | 0x8000;
+}
+
+static __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b)
+{
+    return {kvprim_emulate_max(a.low, b.low), kvprim_emulate_max(a.high, b.high)};
+}
+
 static float __fadd_rn(float a, float b)
 {
     return a + b;
@@ -184,6 +200,24 @@ static float __fdiv_rn(float a, float b)
 static float __frsqrt_rn(float a)
 {
     return static_cast<float>(1 / std::sqrt(static_cast<double>(a)));
+}
+
+/* A unit too large or too small: a GPU's results may be that wrong. */
+static float kvprim_emulate_near(float exact, float of)
+{
+    uint32_t bits;
+    memcpy(&bits, &of, 4);
+    return std::nextafter(exact, bits % 2 ? 0.0f : HUGE_VALF);
+}
+
+static float kvpn_near_reciprocal(float a)
+{
+    return kvprim_emulate_near(1 / a, a);
+}
+
+static float kvpn_near_root_reciprocal(float a)
+{
+    return kvprim_emulate_near(__frsqrt_rn(a), a);
 }
 
 #define KVPRIM_NCCL_EMULATE

@@ -524,7 +524,7 @@ static void test_norm_tensors(void)
     CHECK_ERROR(kvprim_all_reduce_norm_host(&d, &d.send, 1), KVPRIM_ERROR_NULL, "sends[0] is NULL");
     d = good_norm(), d.weight = NULL;
     norm_refuses(&d, KVPRIM_ERROR_NULL, "desc->weight is NULL");
-    d = good_norm(), d.sum = NULL, d.sum_stride = INT64_MIN; /* twice that is 0 */
+    d = good_norm(), d.sum = NULL, d.sum_stride = INT64_MIN; /* 0 bytes, as 64 bits wrap around */
     CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
     d = good_norm(), d.scale = NULL;
     norm_refuses(&d, KVPRIM_ERROR_NULL, "desc->scale is NULL, but desc->quantised is set");
@@ -556,6 +556,25 @@ static void test_norm_tensors(void)
     }
     d = good_norm(), d.out = (char *)d.out + 1;
     CHECK_ERROR(kvprim_all_reduce_norm_host(&d, &d.send, 1), KVPRIM_ERROR_ARGUMENT, "not aligned to 2 bytes");
+}
+
+/* Other tensors begin where the rows of desc->out end. */
+static void test_norm_gaps(void)
+{
+    kvprim_norm_desc d = good_norm();
+    char *const out = (char *)d.out;
+    d.out_stride = 136, d.residual = out + 944;
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d = good_norm(), d.out_stride = 136, d.weight = out + 128;
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d.weight = out + 112;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->out, ");
+    d = good_norm(), d.out_stride = 96, d.quantised_stride = 192, d.quantised = out + 128;
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d.quantised = out + 64;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->out, ");
+    d = good_norm(), d.scale = (float *)(void *)(out - 4);
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
 }
 
 /* Outputs lie in the place of inputs, between their rows, or apart. */
@@ -596,6 +615,7 @@ static void test_norm_overlaps(void)
     CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
     d.out_stride = 144;
     norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->out, ");
+    test_norm_gaps();
     /* on the host, an output must not be another rank's addend in part */
     d = good_norm();
     const void *const sends[] = {d.send, norm_memory[8], (char *)d.out + 128};

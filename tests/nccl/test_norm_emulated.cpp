@@ -113,8 +113,7 @@ template <class norm> static void quantise(const kvpn_norm_params &p, const row_
         uint32_t most[norm::packs] = {};
         for (size_t t = first; t < first + 16; t++)
             for (uint32_t k = 0; k < norm::packs; k++)
-                most[k] =
-                    p.scales < kvpn_of_groups ? largest : norm::most_of(p, row.threads[t], row.tokens[t], k, most[k]);
+                most[k] = p.scales < kvpn_of_groups ? largest : norm::most_of(row.tokens[t], k, most[k]);
         for (size_t t = first; t < first + 16; t++)
             norm::quantise(p, row.threads[t], most, row.tokens[t]);
     }
@@ -134,7 +133,7 @@ template <class norm> static void finish_token(const kvpn_norm_params &p, row_of
     for (size_t t = 0; t < row.tokens.size(); t++) {
         norm::multiply(p, row.threads[t], total, row.tokens[t]);
         for (uint32_t k = 0; k < norm::packs; k++)
-            largest = norm::most_of(p, row.threads[t], row.tokens[t], k, largest);
+            largest = norm::most_of(row.tokens[t], k, largest);
     }
     if (p.quantised)
         quantise(p, row, largest);

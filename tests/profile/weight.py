@@ -39,7 +39,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
 BUDGETS = {'kvprim.h': Budget(6160, 0, 0), 'kvprim_cuda.cuh': Budget(6658, 104, 800),
-           'kvprim_nccl.h': Budget(5406, 80, 1273)}
+           'kvprim_nccl.h': Budget(5470, 80, 1256)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
