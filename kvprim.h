@@ -3409,9 +3409,9 @@ KVPRIM_API kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc, kvp
     kvprim_move m;
     KVPRIM_TRY(kvpi_check_gather(desc, &m));
     if (resolved) {
+        m.src.table.head_stride = desc->src.head_stride; /* KVPRIM_HEADS_SHARED stays; desc may be `resolved` */
         *resolved = *desc;
         resolved->dst = m.dst.table, resolved->src = m.src.table;
-        resolved->src.head_stride = desc->src.head_stride; /* KVPRIM_HEADS_SHARED stays */
         resolved->index_stride = m.src.index_stride;
     }
     return KVPRIM_OK;
@@ -3422,10 +3422,10 @@ KVPRIM_API kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvpri
     kvprim_move m[2];
     KVPRIM_TRY(kvpi_check_store(desc, m));
     if (resolved) {
+        m[0].src.table.head_stride = desc->k.head_stride, m[1].src.table.head_stride = desc->v.head_stride;
         *resolved = *desc;
         resolved->k_cache = m[0].dst.table, resolved->k = m[0].src.table;
         resolved->v_cache = m[1].dst.table, resolved->v = m[1].src.table;
-        resolved->k.head_stride = desc->k.head_stride, resolved->v.head_stride = desc->v.head_stride;
         resolved->slot_stride = m[0].dst.index_stride;
     }
     return KVPRIM_OK;
@@ -3436,9 +3436,9 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
     kvprim_move m;
     KVPRIM_TRY(kvpi_check_transfer(desc, &m));
     if (resolved) {
+        m.src.table.head_stride = desc->src.head_stride;
         *resolved = *desc;
         resolved->dst = m.dst.table, resolved->src = m.src.table, resolved->layers = m.layers;
-        resolved->src.head_stride = desc->src.head_stride;
         resolved->dst_layer_stride = desc->dst_layers || desc->dst_device_layers ? 0 : m.dst.layer_stride;
         resolved->src_layer_stride = desc->src_layers || desc->src_device_layers ? 0 : m.src.layer_stride;
         resolved->dst_index_type = m.dst.index_type, resolved->src_index_type = m.src.index_type;
@@ -4297,7 +4297,7 @@ static kvprim_status kvpi_list_move(const kvprim_move *m, kvpi_run_list *l)
             continue;
         const int64_t to = kvpi_row_offset(&m->dst, d), from = s < 0 ? to : kvpi_row_offset(&m->src, s);
         const int64_t to_step = m->dst.table.stride, from_step = s < 0 ? to_step : m->src.table.stride;
-        if (now.zero != (s < 0) || to != now.to + now.rows * to_step || from != now.from + now.rows * from_step) {
+        if (now.zero != (s < 0) || to - now.to != now.rows * to_step || from - now.from != now.rows * from_step) {
             kvpi_add_box(m, &now, &before, l);
             now.from = from, now.to = to, now.rows = 0, now.zero = s < 0;
         }
@@ -5063,6 +5063,7 @@ KVPRIM_API kvprim_status kvprim_fetch_check(const kvprim_fetch_desc *desc, kvpri
     if (d.count > 0) {
         KVPRIM_TRY(kvpi_check_fetch(function, &d, m));
         d.k_hot = m[0].dst.table, d.k = m[0].src.table, d.v_hot = m[1].dst.table, d.v = m[1].src.table;
+        d.k.head_stride = desc->k.head_stride, d.v.head_stride = desc->v.head_stride; /* KVPRIM_HEADS_SHARED stays */
     }
     if (resolved)
         *resolved = d;
@@ -5792,7 +5793,7 @@ static void kvpi_begin_chain(kvpi_chain *c, const kvprim_keys_desc *d)
     memset(c, 0, offsetof(kvpi_chain, data));
     c->d = d, c->rule = kvpi_rule_of(d->rule), c->blocks = (d->count - d->bigrams) / d->block_tokens,
     c->key = (uint8_t *)d->keys;
-    c->extra = d->extra, c->extra_end = d->extra_count ? d->extra + d->extra_count : d->extra;
+    c->extra = d->extra, c->extra_end = c->blocks > 0 && d->extra_count ? d->extra + d->extra_count : d->extra;
     c->parent_bytes = (size_t)(d->parent && d->parent_bytes ? d->parent_bytes : c->rule->bytes);
     c->half = c->rule->bytes == 32 && !d->extra_count && d->block_tokens <= 600 ? sizeof c->data / 2 : 0;
     c->parent = d->parent ? (const uint8_t *)d->parent : c->first;

@@ -136,4 +136,21 @@ static void test_fetch_garbage(void)
     fetch_free(&c);
 }
 
+/* What kvprim_fetch_check resolves is as good as what it resolves it from. */
+static void test_fetch_resolved(void)
+{
+    static char set[1 << 14], rows[16][8], hot[4][4][8];
+    static const int32_t state = 0, wanted[4] = {0, 1, 2, 3};
+    int32_t places[4];
+    kvprim_fetch_desc d = {.set = {.states = 1, .hot_rows = 4, .tokens = 16, .entries = 4}, .count = 1, .k_bytes = 32};
+    d.set.bytes = (int64_t)kvprim_fetch_state_bytes(&d.set);
+    d.set.memory = set + (16 - (uintptr_t)set % 16) % 16;
+    CHECK(d.set.bytes > 0 && d.set.bytes <= (int64_t)sizeof set - 16);
+    d.state = &state, d.wanted = wanted, d.state_type = d.wanted_type = KVPRIM_I32, d.top_k = 4, d.rows = places;
+    d.k_hot = (kvprim_table){.data = hot, .rows = 4, .heads = 4, .head_stride = 8, .stride = 32};
+    d.k = (kvprim_table){.data = rows, .rows = 16, .heads = 4, .head_stride = KVPRIM_HEADS_SHARED};
+    for (int again = 0; again < 2; again++)
+        CHECK(kvprim_fetch_check(&d, &d, NULL) == KVPRIM_OK && d.k.head_stride == KVPRIM_HEADS_SHARED);
+}
+
 #endif

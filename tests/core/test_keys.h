@@ -269,6 +269,9 @@ static void test_bad_keys(void)
                              .keys_bytes = sizeof keys};
     CHECK_ERROR(kvprim_keys(NULL, 1), KVPRIM_ERROR_NULL, "kvprim_keys: requests is NULL");
     CHECK(kvprim_keys(NULL, 0) == KVPRIM_OK);
+    kvprim_keys_desc less = good; /* than a block: nothing else counts */
+    less.count = 1, less.extra_count = 1;
+    CHECK(kvprim_keys(&less, 1) == KVPRIM_OK);
     BAD_KEYS(count = -1, SIZE, "kvprim_keys: count is -1, less than 0 (requests[1])");
     BAD_KEYS(rule = (kvprim_key_rule)0, ARGUMENT, "rule is 0,");
     BAD_KEYS(rule = (kvprim_key_rule)10, ARGUMENT, "rule is 10,");

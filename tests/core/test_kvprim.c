@@ -643,8 +643,10 @@ static void test_shared_heads(void)
                     else if (operation != 1)
                         want[i][b] = inside ? src[row][b % piece] : 0;
                 }
+            CHECK(kvprim_store_check(&s, &s) == KVPRIM_OK && kvprim_transfer_check(&t, &t) == KVPRIM_OK);
             if (operation == 3)
-                CHECK(kvprim_gather_check(&g, &resolved) == KVPRIM_OK && kvprim_gather(&resolved) == KVPRIM_OK);
+                CHECK(kvprim_gather_check(&g, &resolved) == KVPRIM_OK &&
+                      kvprim_gather_check(&resolved, &resolved) == KVPRIM_OK && kvprim_gather(&resolved) == KVPRIM_OK);
             else
                 CHECK((operation == 0   ? kvprim_gather(&g)
                        : operation == 1 ? kvprim_store(&s)
@@ -1668,6 +1670,7 @@ int main(int argc, char **argv)
     run("fetch: the order of use", test_fetch_order);
     run("fetch: a plan for several layers", test_fetch_plan);
     run("fetch: sets that hold anything", test_fetch_garbage);
+    run("fetch: a resolved copy", test_fetch_resolved);
     run("copy, unpack", test_copies);
     run("copy: sizes x alignments", test_copies_aligned);
     run("copy: over its descriptor", test_copies_over_descriptor);

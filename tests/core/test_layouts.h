@@ -1115,6 +1115,8 @@ static inline void test_runs(void)
     CHECK(kvprim_gather_moves(&g, m) == KVPRIM_OK && kvprim_runs(m, 1, items, 5) == 2);
     CHECK(!items[0].src && items[0].bytes == 4 && items[1].src == table[1] && items[1].bytes == 8);
     CHECK(kvprim_runs(NULL, 0, NULL, 0) == 0);
+    g.src.page_rows = 1, g.src.page_stride = 4, g.src.stride = INT64_MAX; /* of one row: no other is so far away */
+    CHECK(kvprim_gather_moves(&g, m) == KVPRIM_OK && kvprim_runs(m, 1, items, 5) == 2 && items[1].bytes == 8);
     CHECK(kvprim_runs(NULL, 1, items, 2) == -1 && strstr(kvprim_last_error(), "kvprim_runs: moves is NULL"));
     CHECK(kvprim_runs(m, 1, NULL, 2) == -1 && strstr(kvprim_last_error(), "items is NULL"));
 
