@@ -2750,10 +2750,8 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         side->layer_stride = 0; /* nothing of it is ever touched */
         return KVPRIM_OK;
     }
-    if (t->page_rows == 0 && t->heads == 1 && kvpi_stacked(m, side) == 1)
-        KVPRIM_TRY(kvpi_check_plain(m, side));
-    else
-        KVPRIM_TRY(kvpi_check_loops(m, side));
+    const int plain = t->page_rows == 0 && t->heads == 1 && kvpi_stacked(m, side) == 1;
+    KVPRIM_TRY(plain ? kvpi_check_plain(m, side) : kvpi_check_loops(m, side));
     if (t->bytes) { /* the table, and all layers that start in its memory, end inside it */
         const uint64_t layers = kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride);
         const uint64_t reach = kvpi_add(kvpi_reach(t, t->rows, side->piece_bytes), layers);
@@ -3084,12 +3082,10 @@ static kvprim_status kvpi_check_areas(const char *function, const kvpi_use *a, c
     if (meet && a_rows && budget < 0)
         meet = kvpi_overlap(x.table.data, (uint64_t)kvpi_piece_of(&x.table, x.row_bytes), y.table.data,
                             (uint64_t)kvpi_piece_of(&y.table, y.row_bytes));
-    return !meet ? KVPRIM_OK
-                 : kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                               "%s: a %s of %s (%p, %llu bytes) overlaps a %s of %s (%p, %llu bytes)", function,
-                               a_rows ? "row" : "scale", a->name, a->data, (unsigned long long)a->bytes,
-                               b_rows ? "row" : "scale", b->name, y.table.data,
-                               (unsigned long long)kvpi_area_bytes(&y, y.layers));
+    KVPRIM_REFUSE(meet, OVERLAP, "%s: a %s of %s (%p, %llu bytes) overlaps a %s of %s (%p, %llu bytes)", function,
+                  a_rows ? "row" : "scale", a->name, a->data, (unsigned long long)a->bytes, b_rows ? "row" : "scale",
+                  b->name, y.table.data, (unsigned long long)kvpi_area_bytes(&y, y.layers));
+    return KVPRIM_OK;
 }
 
 /* Two uses that may meet, as their bytes overlap, gaps included. a's kind is the later one. */
@@ -3137,24 +3133,18 @@ static kvprim_status kvpi_check_uses(const kvpi_uses *u, int first)
     return KVPRIM_OK;
 }
 
-/* The lowest layer, *first, and the highest, *last; both are layer 0 before. Returns whether layers ascend. */
-static int kvpi_hull(const kvprim_move *m, const kvprim_side *side, const char **first, const char **last)
-{
-    int ascends = 1;
-    for (int32_t l = 1; l < m->layers; l++) {
-        const char *const data = kvprim_side_layer(side, l);
-        ascends &= data > *last;
-        *first = data < *first ? data : *first, *last = data > *last ? data : *last;
-    }
-    return ascends;
-}
-
 /* A side's rows. Its device layers are not known here. */
 KVPRIM_INLINE kvprim_status kvpi_add_rows(kvpi_uses *u, const kvprim_move *m, const kvprim_side *side)
 {
     const int written = side == &m->dst;
-    const char *first = (const char *)side->table.data, *last = first;
-    const int ascends = !first || kvpi_hull(m, side, &first, &last);
+    const char *first = (const char *)side->table.data, *last = first; /* the lowest layer, and the highest */
+    const int32_t layers = first ? m->layers : 1;
+    int ascends = 1;
+    for (int32_t l = 1; l < layers; l++) {
+        const char *const data = kvprim_side_layer(side, l);
+        ascends &= data > last;
+        first = data < first ? data : first, last = data > last ? data : last;
+    }
     const uint64_t bytes = (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes;
     kvpi_use *const use =
         kvpi_add_use(u, written ? kvpi_dst_rows : kvpi_src_rows, written, kvpi_name(m, side), first, bytes, 1);
@@ -4229,19 +4219,18 @@ static int kvpi_join_strides(kvpi_box *b)
 static void kvpi_list_box(const kvprim_move *m, kvpi_box *b, kvpi_run_list *list)
 {
     const kvprim_side src = m->src, dst = m->dst; /* copies: for the compiler, items could be the same memory */
+    const kvpi_stride *const s = b->strides;
     kvpi_run_list l = *list;
     if (b->rows == 0)
         return;
     (void)kvpi_join_strides(b);
-    for (int64_t i = 0; i < b->strides[0].n; i++)
-        for (int64_t j = 0; j < b->strides[1].n; j++)
-            for (int64_t k = 0; k < b->strides[2].n; k++)
-                for (int64_t layer = 0; layer < b->strides[3].n; layer++) {
-                    const int64_t at =
-                        b->from + i * b->strides[0].from + j * b->strides[1].from + k * b->strides[2].from;
+    for (int64_t i = 0; i < s[0].n; i++)
+        for (int64_t j = 0; j < s[1].n; j++)
+            for (int64_t k = 0; k < s[2].n; k++)
+                for (int64_t layer = 0; layer < s[3].n; layer++) {
+                    const int64_t at = b->from + i * s[0].from + j * s[1].from + k * s[2].from;
                     const char *const from = b->zero ? NULL : kvprim_side_layer(&src, layer) + at;
-                    char *const to = kvprim_side_layer(&dst, layer) + b->to + i * b->strides[0].to +
-                                     j * b->strides[1].to + k * b->strides[2].to;
+                    char *const to = kvprim_side_layer(&dst, layer) + b->to + i * s[0].to + j * s[1].to + k * s[2].to;
                     const int joins = l.count > 0 && (char *)l.last.dst + l.last.bytes == to && !from == !l.last.src &&
                                       (!from || (const char *)l.last.src + l.last.bytes == from);
                     l.last.src = joins ? l.last.src : from, l.last.dst = joins ? l.last.dst : to;
@@ -4285,11 +4274,10 @@ static kvprim_status kvpi_list_move(const kvprim_move *m, kvpi_run_list *l)
     now.rows = before.rows = 0, now.zero = -1;
     if (m->count == 0)
         return KVPRIM_OK;
-    if (m->dst.format.dtype || m->dst.device_layers || m->src.device_layers || (s_piece % d_piece && d_piece % s_piece))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_runs: a move of %s converts rows, or has device layers or "
-                           "heads that share no piece",
-                           m->names->function);
+    KVPRIM_REFUSE(
+        m->dst.format.dtype || m->dst.device_layers || m->src.device_layers || (s_piece % d_piece && d_piece % s_piece),
+        UNSUPPORTED, "kvprim_runs: a move of %s converts rows, or has device layers or heads that share no piece",
+        m->names->function);
     for (int64_t i = 0; i < m->count; i++) {
         int past = 0;
         const int64_t d = kvpi_find_number(&m->dst, i, &past), s = kvpi_find_number(&m->src, i, &past);
@@ -4928,6 +4916,7 @@ static kvprim_status kvpi_check_ranges(const char *function, const kvpi_bounds *
 
 static kvprim_status kvpi_check_set(const char *function, const kvprim_fetch_set *d)
 {
+    KVPRIM_REFUSE(!d, NULL, "%s: set is NULL", function);
     const int64_t least = 128, rows = d->hot_rows > least ? d->hot_rows : least; /* 2^24 states: no product overflows */
     const kvpi_bounds ranges[] = {{"set.hot_rows", d->hot_rows, 1, KVPRIM_MAX_HOT_ROWS, KVPRIM_ERROR_SIZE},
                                   {"set.states", d->states, 1, INT32_MAX / rows, KVPRIM_ERROR_SIZE},
@@ -5076,20 +5065,17 @@ KVPRIM_API kvprim_status kvprim_fetch_check(const kvprim_fetch_desc *desc, kvpri
 
 KVPRIM_API size_t kvprim_fetch_state_bytes(const kvprim_fetch_set *set)
 {
-    static const char function[] = "kvprim_fetch_state_bytes";
-    if (!set)
-        (void)kvprim_fail(KVPRIM_ERROR_NULL, "%s: set is NULL", function);
-    return set && kvpi_check_set(function, set) == KVPRIM_OK ? (size_t)kvpi_fetch_layout_of(set).bytes : 0;
+    const kvprim_status status = kvpi_check_set("kvprim_fetch_state_bytes", set);
+    return status == KVPRIM_OK ? (size_t)kvpi_fetch_layout_of(set).bytes : 0;
 }
 
 KVPRIM_API kvprim_status kvprim_fetch_reset_check(const kvprim_fetch_set *set, int64_t state)
 {
     static const char function[] = "kvprim_fetch_reset";
-    KVPRIM_REFUSE(!set, NULL, "%s: set is NULL", function);
     KVPRIM_TRY(kvpi_check_set_memory(function, set));
-    if (state < -1 || state >= set->states)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: state is %lld, less than -1 or not less than set.states, %lld",
-                           function, (long long)state, (long long)set->states);
+    KVPRIM_REFUSE(state < -1 || state >= set->states, SIZE,
+                  "%s: state is %lld, less than -1 or not less than set.states, %lld", function, (long long)state,
+                  (long long)set->states);
     return KVPRIM_OK;
 }
 
