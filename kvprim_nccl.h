@@ -1976,7 +1976,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     typedef kvpn_norm_is<form> is;
     typedef kvpn_norm_params params;
     typedef const kvpn_thread thread;
-    enum { packs = is::packs, usual = is::usual, once = form == kvpn_norm_rows };
+    enum { packs = is::packs, usual = is::usual, once = form == kvpn_norm_rows }; /* once: a token, a pack */
 
     /* A thread's part of one token. r is the addend, s, r and y, one after another. */
     struct token {
