@@ -39,7 +39,7 @@ struct norm_tensors {
     char *residual, *residual_out, *out, *weight;
     uint4 *buffer; /* of the one-shot kernel: three */
     uint32_t *state;
-    float *scale, *scales; /* of the tensor; of each token */
+    float *scale, *scales; /* of the tensor; of each token or group */
     std::vector<void *> all;
 
     template <class T> T *allocate(size_t count)
@@ -70,6 +70,7 @@ static __global__ void write_words(uint32_t *words, uint32_t value, uint64_t cou
         words[i] = value;
 }
 
+static const size_t most_scales = 1024 * 7168 / 128; /* of bench_groups */
 static const size_t one_shot_packs = one_shot_tokens * opponents::most_packs;
 
 static void open_norm(rank_state &r)
@@ -79,7 +80,7 @@ static void open_norm(rank_state &r)
     t.residual = t.allocate<char>(most_bytes), t.residual_out = t.allocate<char>(most_bytes);
     t.out = t.allocate<char>(most_bytes), t.weight = t.allocate<char>(16 * opponents::most_packs);
     t.buffer = t.allocate<uint4>(buffer_words / 4), t.state = t.allocate<uint32_t>(4);
-    t.scale = t.allocate<float>(1), t.scales = t.allocate<float>(2048);
+    t.scale = t.allocate<float>(1), t.scales = t.allocate<float>(most_scales);
     write_norm_inputs<<<1024, 256, 0, r.stream>>>(reinterpret_cast<__nv_bfloat16 *>(t.residual), most_bytes / 2,
                                                   reinterpret_cast<__nv_bfloat16 *>(t.weight));
     write_words<<<1024, 256, 0, r.stream>>>(reinterpret_cast<uint32_t *>(t.buffer), 0x80000000u, buffer_words);
