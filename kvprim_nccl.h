@@ -1841,20 +1841,10 @@ struct kvpn_norm_params : kvpn_params { /* block_packs: tokens of a block */
     int64_t scale_stride, scale_group_stride;
 };
 
-/* What has a scale: the tensor, each token, or each group; of groups as fp32, powers of two in fp32, or exponents. */
-enum kvpn_norm_scales {
-    kvpn_of_tensor,
-    kvpn_of_token,
-    kvpn_of_groups,
-    kvpn_of_groups_powers,
-    kvpn_of_groups_exponents
-};
+/* What has a scale: the tensor, each token, or each group, in three kinds: fp32, powers of two in fp32, exponents. */
+enum kvpn_norm_scales { kvpn_of_tensor, kvpn_of_token, kvpn_of_groups, kvpn_of_powers, kvpn_of_exponents };
 
-enum {
-    kvpn_norm_max_rows = 8, /* side by side */
-    kvpn_norm_lanes = 32,
-    kvpn_few_max_share_bits = 3
-};
+enum { kvpn_norm_max_rows = 8 /* side by side */, kvpn_norm_lanes = 32, kvpn_few_max_share_bits = 3 };
 
 /* What a kernel leaves out. The first four are of kvpn_few_kernel.
    plain: a token in each block, whole warps of packs, a residual, residual_out and out, nothing quantised, no sum, and
@@ -1927,19 +1917,24 @@ KVPRIM_NCCL_DEVICE float kvpn_norm_quotient(float largest)
     return __fmaf_rn(__fmaf_rn(-q, 448.0f, largest), 1 / 448.0f, q);
 }
 
-/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
-   kvpc_over in kvprim_cuda.cuh, which has the proof. */
+/* Divides numbers of 11 bits by the scale, before they become e4m3: kvpc_over in kvprim_cuda.cuh has the proof for
+   scales from 2^-64 to 2^84. Others, and those below 0, are brought there by a power of two, which multiplies the
+   numbers, too: 2^85 up to 1/2, as the smallest is 2^-149. The exact reciprocals of 0, infinity and NaN multiply. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
 {
-    const float high = kvpi_float_of(kvpi_bits_of(kvpn_near_reciprocal(scale)) - 2);
+    float near = kvpn_near_reciprocal(scale);
+    if (kvpi_bits_of(scale) - 0x1f800000 >= 0x69800000 - 0x1f800000) {
+        const uint32_t magnitude = kvpi_bits_of(scale) & 0x7fffffff;
+        const bool exact = magnitude == 0 || magnitude >= 0x7f800000;
+        const float by = exact ? near : magnitude < 0x3f000000 ? 0x1p85f : 0x1p-63f;
+        scale = exact ? 1.0f : __fmul_rn(scale, by), near = kvpn_near_reciprocal(scale);
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmul_rn(f[e], by);
+    }
+    const float high = kvpi_float_of(kvpi_bits_of(near) - 2);
     const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
-    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
-    if (usual)
-        for (int e = 0; e < 8; e++)
-            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
-    else
-        for (int e = 0; e < 8; e++)
-            f[e] = __fdiv_rn(f[e], scale);
+    for (int e = 0; e < 8; e++)
+        f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
 }
 
 #ifndef KVPRIM_NCCL_EMULATE
@@ -1982,9 +1977,9 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     struct token {
         uint32_t token;
         uint4 r[packs], residual[packs], weight[packs];
-        float squares[packs]; /* of each pack, added */
-        float scale;
-        int64_t scale_at; /* if `once`: scale_offset() */
+        float factor[packs][8];             /* the weight, or that plus 1 */
+        float squares[packs], scale[packs]; /* of each pack: added; the tensor's, until finish() sets others */
+        int64_t scale_at;                   /* if `once`: scale_offset() */
     };
 
     KVPRIM_NCCL_DEVICE bool quantises(const params &p)
@@ -2022,9 +2017,8 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         const uint32_t number = pack(me, k), group = number / kvpn_norm_group_packs;
         if (p.scales == kvpn_of_tensor || number % kvpn_norm_group_packs || (p.scales == kvpn_of_token && number))
             return -1;
-        return t.token * p.scale_stride + (p.scales == kvpn_of_groups_exponents
-                                               ? group / 4 * p.scale_group_stride + group % 4
-                                               : group * p.scale_group_stride);
+        return t.token * p.scale_stride + (p.scales == kvpn_of_exponents ? group / 4 * p.scale_group_stride + group % 4
+                                                                         : group * p.scale_group_stride);
     }
 
     /* What a token needs besides s. */
@@ -2034,8 +2028,8 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             t.weight[k] = load(p, me, p.weight, 0, 0, k);
             t.residual[k] =
                 usual || p.residual ? load(p, me, p.residual, t.token, p.residual_stride, k) : uint4{0, 0, 0, 0};
+            t.scale[k] = quantises(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
         }
-        t.scale = quantises(p) && p.scales == kvpn_of_tensor ? *p.scale : 0;
         if (once && quantises(p)) {
             t.scale_at = scale_offset(p, me, t, 0);
 #ifndef KVPRIM_NCCL_EMULATE
@@ -2053,7 +2047,15 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         prepare(p, me, t);
     }
 
-    /* r from s, and the squares. */
+    KVPRIM_NCCL_DEVICE void set_factor(const params &p, token &t, uint32_t k)
+    {
+        kvpn_split_pack<T>(t.weight[k], t.factor[k]);
+        for (int e = 0; e < 8 && !usual && p.weight_plus_one; e++)
+            t.factor[k][e] = __fadd_rn(t.factor[k][e], 1.0f);
+    }
+
+    /* r from s, and the squares. One pack's factor costs less time now than after the threads have met (0.03 us); two
+       would take so many registers that fewer blocks fit. */
     KVPRIM_NCCL_DEVICE void add(const params &p, thread &me, token &t)
     {
         for (uint32_t k = 0; k < packs; k++) {
@@ -2068,6 +2070,8 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             t.squares[k] = 0;
             for (int e = 0; e < 8; e++)
                 t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
+            if (packs == 1)
+                set_factor(p, t, k);
         }
     }
 
@@ -2076,48 +2080,51 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     {
         const float by = kvpn_root_reciprocal(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
         for (uint32_t k = 0; k < packs; k++) {
-            float f[8], w[8];
+            float f[8];
+            if (packs > 1)
+                set_factor(p, t, k);
             kvpn_split_pack<T>(t.r[k], f);
-            kvpn_split_pack<T>(t.weight[k], w);
-            if (!usual && p.weight_plus_one)
-                for (int e = 0; e < 8; e++)
-                    w[e] = __fadd_rn(w[e], 1.0f);
             for (int e = 0; e < 8; e++)
-                f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
+                f[e] = __fmul_rn(__fmul_rn(f[e], by), t.factor[k][e]);
             t.r[k] = kvpn_join_pack<T>(f);
             if (usual || p.out)
                 store(p, me, p.out, t, p.out_stride, k);
         }
     }
 
-    /* The bits of the largest |y| of pack k, and of `most`. A thread without it has 0 or NaN there: neither counts. */
-    KVPRIM_NCCL_DEVICE uint32_t most_of(const token &t, uint32_t k, uint32_t most)
+    /* The bits of the largest |y| of pack k. A thread without it has 0 or NaN there: neither counts. */
+    KVPRIM_NCCL_DEVICE uint32_t most_of(const token &t, uint32_t k)
     {
         const uint4 y = t.r[k];
         float f[2];
         T::split(T::larger(T::larger(y.x, y.y), T::larger(y.z, y.w)), f);
-        return kvpi_bits_of(fmaxf(fmaxf(fabsf(f[0]), fabsf(f[1])), kvpi_float_of(most)));
+        return kvpi_bits_of(fmaxf(fmaxf(fabsf(f[0]), fabsf(f[1])), 0));
     }
 
-    /* q from y. most: of each pack's token or group, if that has a scale of its own. */
-    KVPRIM_NCCL_DEVICE void quantise(const params &p, thread &me, const uint32_t *most, const token &t)
+    /* The scale of a token or group. most: the bits of its largest |y|. */
+    KVPRIM_NCCL_DEVICE float scale_of(const params &p, uint32_t most)
+    {
+        return kvpi_tile_scale(kvpn_norm_quotient(kvpi_tile_largest(most)), p.scale_min, p.scales >= kvpn_of_powers);
+    }
+
+    /* q from y, and the scales. */
+    KVPRIM_NCCL_DEVICE void quantise(const params &p, thread &me, const token &t)
     {
         for (uint32_t k = 0; k < packs; k++) {
-            float f[8], scale = t.scale;
+            float f[8];
             if (!has(p, me, k))
                 continue;
-            if (p.scales != kvpn_of_tensor)
-                scale = kvpi_tile_scale(kvpn_norm_quotient(kvpi_tile_largest(most[k])), p.scale_min,
-                                        p.scales >= kvpn_of_groups_powers);
             kvpn_split_pack<T>(t.r[k], f);
-            kvpn_norm_divide(f, scale);
+            kvpn_norm_divide(f, t.scale[k]);
             ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack(me, k)] =
                 uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
             const int64_t at = once ? t.scale_at : scale_offset(p, me, t, k);
-            if (at >= 0 && p.scales == kvpn_of_groups_exponents)
-                ((char *)p.scale)[at] = (char)(kvpi_bits_of(scale) >> 23);
-            else if (at >= 0)
-                p.scale[at / 4] = scale;
+            if (at < 0)
+                continue;
+            if (p.scales == kvpn_of_exponents)
+                ((char *)p.scale)[at] = (char)(kvpi_bits_of(t.scale[k]) >> 23);
+            else
+                *(float *)((char *)p.scale + at) = t.scale[k];
         }
     }
 
@@ -2315,23 +2322,17 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
         return most;
     }
 
-    /* The bits of the largest |y| of the token, for each pack. */
-    KVPRIM_NCCL_DEVICE void largest(const params &p, thread &me, float *groups, const token &t, uint32_t *most)
+    /* The bits of the largest |y| of the token. */
+    KVPRIM_NCCL_DEVICE uint32_t largest(const params &p, thread &me, float *groups, const token &t)
     {
         const uint32_t at = me.thread % kvpn_norm_lanes;
         float found[packs];
-        uint32_t all = 0;
         for (uint32_t k = 0; k < packs; k++)
-            all = most_of(t, k, all);
-        all = largest_of<kvpn_norm_lanes>(all);
-        for (uint32_t k = 0; k < packs; k++)
-            found[k] = __uint_as_float(all);
+            found[k] = __uint_as_float(largest_of<kvpn_norm_lanes>(most_of(t, k)));
         meet(p, me, groups, found);
-        all = largest_of<kvpn_norm_lanes>(
+        return largest_of<kvpn_norm_lanes>(
             is::two_groups ? kvpn_max_u32(__float_as_uint(groups[2 * at]), __float_as_uint(groups[2 * at + 1]))
                            : __float_as_uint(groups[at]));
-        for (uint32_t k = 0; k < packs; k++)
-            most[k] = all;
     }
 
     /* Empties what no warp will write: total() reads of all. In a cluster, another block may have written the rest. */
@@ -2350,17 +2351,16 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
     /* What follows s in t.r. A warp has whole groups. */
     KVPRIM_NCCL_DEVICE void finish(const params &p, thread &me, meeting &m, uint32_t &meetings, token &t)
     {
-        uint32_t most[packs] = {};
         add(p, me, t);
         multiply(p, me, total(p, me, m.found[meetings++ % 2], t), t);
         if (!quantises(p))
             return;
-        if (p.scales == kvpn_of_token)
-            largest(p, me, m.found[meetings++ % 2], t, most);
-        else if (p.scales != kvpn_of_tensor)
+        if (p.scales >= kvpn_of_groups)
             for (uint32_t k = 0; k < packs; k++)
-                most[k] = largest_of<kvpn_norm_group_packs>(most_of(t, k, 0));
-        quantise(p, me, most, t);
+                t.scale[k] = scale_of(p, largest_of<kvpn_norm_group_packs>(most_of(t, k)));
+        else if (p.scales == kvpn_of_token)
+            t.scale[0] = t.scale[packs - 1] = scale_of(p, largest(p, me, m.found[meetings++ % 2], t));
+        quantise(p, me, t);
     }
 #endif
 };
@@ -4465,8 +4465,8 @@ static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d)
     p.part_of_hidden = 1.0f / (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
     p.scales = d->scale_per_token                ? kvpn_of_token
                : !d->scale_group                 ? kvpn_of_tensor
-               : d->scale_dtype == KVPRIM_F8E8M0 ? kvpn_of_groups_exponents
-               : d->scale_power_of_two           ? kvpn_of_groups_powers
+               : d->scale_dtype == KVPRIM_F8E8M0 ? kvpn_of_exponents
+               : d->scale_power_of_two           ? kvpn_of_powers
                                                  : kvpn_of_groups;
     p.scale_stride = 4 * d->scale_stride, p.scale_group_stride = 4 * d->scale_group_stride;
     return p;

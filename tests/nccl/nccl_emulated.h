@@ -191,28 +191,28 @@ static float __fmaf_rn(float a, float b, float c)
     return std::fma(a, b, c);
 }
 
-static float __fdiv_rn(float a, float b)
-{
-    return a / b;
-}
-
 /* No fp64 result is so near to the middle of two floats that it could be rounded to the wrong one. */
 static float __frsqrt_rn(float a)
 {
     return static_cast<float>(1 / std::sqrt(static_cast<double>(a)));
 }
 
-/* A unit too large or too small: a GPU's results may be that wrong. */
+/* A GPU's result may be a unit too large or too small; 0, infinity and NaN are exact. */
 static float kvprim_emulate_near(float exact, float of)
 {
     uint32_t bits;
     memcpy(&bits, &of, 4);
-    return std::nextafter(exact, bits % 2 ? 0.0f : HUGE_VALF);
+    return std::isfinite(exact) && exact != 0 ? std::nextafter(exact, bits % 2 ? 0.0f : HUGE_VALF) : exact;
+}
+
+static float kvprim_emulate_ftz(float a)
+{
+    return std::fpclassify(a) == FP_SUBNORMAL ? std::copysign(0.0f, a) : a;
 }
 
 static float kvpn_near_reciprocal(float a)
 {
-    return kvprim_emulate_near(1 / a, a);
+    return kvprim_emulate_near(kvprim_emulate_ftz(1 / kvprim_emulate_ftz(a)), a);
 }
 
 static float kvpn_near_root_reciprocal(float a)

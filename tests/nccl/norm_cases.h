@@ -218,8 +218,10 @@ static inline void norm_fill(const norm_case *c, int rank, char *image)
         memcpy(image + c->at[norm_weight] + i * 2, &w, 2);
     }
     if (c->at[norm_scale] != norm_absent && !c->d.scale_per_token && !c->d.scale_group) {
-        static const float scales[] = {0.003f, 0.25f, 0.0477f, 1e-6f, 1e-25f, 3e30f}; /* the last ones: see kvpc_over */
-        const float scale = scales[c->seed / 8 % 6];
+        /* from 1e-25f on: see kvpn_norm_divide() */
+        static const float scales[] = {0.003f, 0.25f, 0.0477f, 1e-6f, 1e-25f,   3e30f,
+                                       1e-40f, -0.4f, -700,    0,     INFINITY, NAN};
+        const float scale = scales[c->seed / 8 % (sizeof scales / sizeof *scales)];
         memcpy(image + c->at[norm_scale], &scale, 4);
     }
 }

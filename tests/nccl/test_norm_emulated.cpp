@@ -106,16 +106,19 @@ template <class norm> static float total_of(const row_of<norm> &row)
     return tree_of(groups, norm::is::groups);
 }
 
-/* Quantises a token, whose largest |y| is `largest`, or the packs of each 16 neighbouring threads by their own. */
-template <class norm> static void quantise(const kvpn_norm_params &p, const row_of<norm> &row, uint32_t largest)
+/* Quantises a token, the bits of whose largest |y| are `largest`, or the packs of 16 threads each by their own. */
+template <class norm> static void quantise(const kvpn_norm_params &p, row_of<norm> &row, uint32_t largest)
 {
     for (size_t first = 0; first < row.tokens.size(); first += 16) {
         uint32_t most[norm::packs] = {};
         for (size_t t = first; t < first + 16; t++)
             for (uint32_t k = 0; k < norm::packs; k++)
-                most[k] = p.scales < kvpn_of_groups ? largest : norm::most_of(row.tokens[t], k, most[k]);
-        for (size_t t = first; t < first + 16; t++)
-            norm::quantise(p, row.threads[t], most, row.tokens[t]);
+                most[k] = p.scales < kvpn_of_groups ? largest : std::max(most[k], norm::most_of(row.tokens[t], k));
+        for (size_t t = first; t < first + 16; t++) {
+            for (uint32_t k = 0; k < norm::packs && p.scales != kvpn_of_tensor; k++)
+                row.tokens[t].scale[k] = norm::scale_of(p, most[k]);
+            norm::quantise(p, row.threads[t], row.tokens[t]);
+        }
     }
 }
 
@@ -133,7 +136,7 @@ template <class norm> static void finish_token(const kvpn_norm_params &p, row_of
     for (size_t t = 0; t < row.tokens.size(); t++) {
         norm::multiply(p, row.threads[t], total, row.tokens[t]);
         for (uint32_t k = 0; k < norm::packs; k++)
-            largest = norm::most_of(row.tokens[t], k, largest);
+            largest = std::max(largest, norm::most_of(row.tokens[t], k));
     }
     if (p.quantised)
         quantise(p, row, largest);
@@ -243,8 +246,8 @@ static kvpn_norm_params params_of(job &j, uint32_t rank, const call &c, const no
     p.scale = d.scale;
     p.scales = d.scale_per_token                ? kvpn_of_token
                : !d.scale_group                 ? kvpn_of_tensor
-               : d.scale_dtype == KVPRIM_F8E8M0 ? kvpn_of_groups_exponents
-               : d.scale_power_of_two           ? kvpn_of_groups_powers
+               : d.scale_dtype == KVPRIM_F8E8M0 ? kvpn_of_exponents
+               : d.scale_power_of_two           ? kvpn_of_powers
                                                 : kvpn_of_groups;
     p.scale_stride = 4 * norm_scale_step(&d);
     p.scale_group_stride = 4 * (d.scale_group_stride ? d.scale_group_stride : 1);
@@ -354,10 +357,30 @@ static void test_variety()
     CHECK((seen | 1u << (5 + 3)) == ~0u); /* the sum is never in the place of the residual */
 }
 
+/* All bf16, divided by scales of every kind. */
+static void test_divide()
+{
+    static const float scales[] = {0,       -0.0f,           INFINITY, -INFINITY, NAN,    1e-45f,  -1e-45f,
+                                   FLT_MIN, 0x1.fffffep-65f, 0x1p-64f, -0x1p-64f, 0.003f, -0.4f,   -0.5f,
+                                   -700,    0x1.fffffep83f,  0x1p84f,  -0x1p84f,  -1e20f, FLT_MAX, -FLT_MAX};
+    unsigned wrong = 0;
+    for (const float scale : scales)
+        for (uint32_t x = 0; x < 65536; x += 8) {
+            float f[8];
+            for (uint32_t e = 0; e < 8; e++)
+                f[e] = kvpi_float_of((x + e) << 16);
+            kvpn_norm_divide(f, scale);
+            for (uint32_t e = 0; e < 8; e++)
+                wrong += kvpi_to_e4m3(f[e]) != kvpi_to_e4m3(kvpi_float_of((x + e) << 16) / scale);
+        }
+    CHECK(wrong == 0);
+}
+
 int main(int argc, char **argv)
 {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     run("norm emulated: calls have every kernel, place and output", test_variety);
+    run("norm emulated: all bf16 by scales of every kind", test_divide);
     for (uint32_t world = 2; world <= 8; world++)
         test_world("norm", world, quick ? 20 : 120);
     run("norm emulated: a rank that stays away is named", test_missing);

@@ -39,7 +39,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
 BUDGETS = {'kvprim.h': Budget(6147, 0, 0), 'kvprim_cuda.cuh': Budget(6658, 104, 800),
-           'kvprim_nccl.h': Budget(5470, 80, 1256)}
+           'kvprim_nccl.h': Budget(5470, 80, 1214)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')
 
