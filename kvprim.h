@@ -288,7 +288,7 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
                             max(largest |x| / largest value / *tensor_scale, scale_min), each step in fp32, then the
                             power of two if there is one, then the type. Quotients count as 2^127 at most, and as 0 if
                             they are NaN or negative. Elements are divided by scale * *tensor_scale, rounded to fp32,
-                            or multiplied by its inverse; if that is 0, they become zeros
+                            or multiplied by its inverse; if that is 0, they become zeros, infinities as NaNs do
 
    A row that the index rule skips gets no scales either. If a scale that is read is 0, negative, infinite or NaN, the
    result is what fp32 arithmetic gives, by the rules above. Fields without a meaning for a kind of scale must be 0.
@@ -2296,14 +2296,14 @@ static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
     return side->index ? side->table.rows : m->count;
 }
 
-/* One of these numbers is negative. */
+/* One of these numbers is negative. The last one may be KVPRIM_HEADS_SHARED. */
 KVPRIM_SELDOM kvprim_status kvpi_fail_negative(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    const kvpi_number fields[] = {
-        {"rows", t->rows},     {"page_rows", t->page_rows},         {"heads", t->heads},
-        {"stride", t->stride}, {"page_stride", t->page_stride},     {"head_stride", t->head_stride},
-        {"bytes", t->bytes},   {"layer_stride", side->layer_stride}};
+    const kvpi_number fields[] = {{"rows", t->rows},           {"stride", t->stride},
+                                  {"bytes", t->bytes},         {"layer_stride", side->layer_stride},
+                                  {"heads", t->heads},         {"page_stride", t->page_stride},
+                                  {"page_rows", t->page_rows}, {"head_stride", t->head_stride}};
     int k = 0;
     while (fields[k].value >= 0)
         k++;
@@ -3954,7 +3954,7 @@ static void kvpi_convert_layer(const kvpi_conversion *c)
         char *const src = from < 0 ? NULL : (char *)kvprim_table_row(&m->src.table, from);
         nans += kvpi_convert_row(c, (char *)kvprim_table_row(&m->dst.table, to), src, scales);
     }
-    if (m->dst.format.nans)
+    if (nans && m->dst.format.nans)
         *m->dst.format.nans += nans;
 }
 

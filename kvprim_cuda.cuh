@@ -2627,8 +2627,7 @@ KVPRIM_DEVICE void kvpc_copy_strip(uint64_t dst, uint64_t src, uint32_t bytes, u
             kvpc_store16(dst + 16 * step * k, v[k]);
 }
 
-/* A group of threads copies small fragments i, i + apart ... at once. Each thread copies one 16-byte word of each. Past
-   a fragment's end it copies nothing. */
+/* A group of threads copies small fragments i, i + apart ... at once, each thread a 16-byte word of each, or none. */
 template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint32_t i, uint32_t apart)
 {
     const kvpc_unpack &h = p.head;
@@ -2948,14 +2947,15 @@ static kvpc_answer kvpc_ask_device(void)
    The driver must also be able to capture dependent launches (12.3). */
 static kvpc_answer kvpc_ask_devices(void)
 {
-    int driver = 0, count = 0, first = 0, major = 0;
+    int driver = 0, count = 0, first = 0, major = 0, minor = 0;
     if (!kvpc_succeeds(cudaDriverGetVersion(&driver)) || !kvpc_succeeds(cudaGetDeviceCount(&count)))
         return kvpc_unknown;
     for (int device = 0; device < count; device++) {
-        if (!kvpc_succeeds(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)))
+        if (!kvpc_succeeds(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) ||
+            !kvpc_succeeds(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)))
             return kvpc_unknown;
-        first = device == 0 ? major : first;
-        if (major != first)
+        first = device == 0 ? 100 * major + minor : first;
+        if (100 * major + minor != first)
             return driver >= 12030 ? kvpc_depends : kvpc_no;
     }
     return driver >= 12030 ? kvpc_ask_device() : kvpc_no;
@@ -2979,7 +2979,7 @@ static uint32_t kvpc_multiprocessors(void)
     if (count == 0 && kvpc_succeeds(cudaGetDevice(&device)) &&
         kvpc_succeeds(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)))
         known.store(count, std::memory_order_relaxed);
-    return (uint32_t)count;
+    return count > 0 ? (uint32_t)count : 1;
 }
 
 /* Whether the error comes from earlier work. A launch only enqueues, so it cannot cause one of these. */
@@ -3225,10 +3225,18 @@ static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t
 }
 #endif
 
+/* Without KVPRIM_DEBUG, too, ordinary host memory is found. */
+static kvprim_status kvpc_check_pinned(const char *function, const char *name, const void *p, uint64_t bytes)
+{
+    KVPRIM_REFUSE(kvpc_is_out_of_reach(p, false), ARGUMENT,
+                  "%s: %s (%p) is ordinary host memory, which the GPU cannot reach: pin it (cudaHostRegister)",
+                  function, name, p);
+    return kvpc_check_bytes(function, name, p, bytes);
+}
+
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
 
-/* What each page adds to the place of a row beyond the rows' stride, and each head to that of a byte in a row, modulo
-   2^64. 0 without pages, or with one head. */
+/* What each page adds to a row's place beyond the rows' stride, and each head to that of a byte, modulo 2^64, or 0. */
 static uint64_t kvpc_page_step(const kvprim_table *t)
 {
     return t->page_rows > 0 ? (uint64_t)t->page_stride - (uint64_t)t->page_rows * (uint64_t)t->stride : 0;
@@ -3626,8 +3634,7 @@ static uint32_t kvpc_scale_bytes(const kvprim_side *side)
     return (uint32_t)((tiles - 1) * f.scale_tile_stride + kvpi_dtype_bytes(f.scale_dtype));
 }
 
-/* Of many rows with tiles that do not fill whole granules, the edges are fetched first, and so are those of scales,
-   unless each follows its head. */
+/* Of many rows whose tiles do not fill granules, edges are fetched first, and scales' unless each is at its head. */
 static void kvpc_set_tile_edges(kvpc_convert_tiles *p, const kvprim_side *dst, const kvprim_move *v)
 {
     const kvprim_format &f = dst->format;
@@ -4358,8 +4365,7 @@ typedef struct kvpc_conversion : kvpc_converted_rows {
     kvpc_change how;
 } kvpc_conversion;
 
-/* The span of a row that a group of threads converts, as kvpc_find_span knows it before the index of dst has come, and
-   then kvpc_finish_span. */
+/* The span of a row that a group of threads converts: kvpc_find_span begins it before dst's index is here. */
 template <class number> struct kvpc_stretch {
     uint64_t dst, src;   /* where the rows begin; dst: at first, its layer */
     uint64_t scales;     /* of the row; of dst's tiles: at first, of the layer */
@@ -5489,8 +5495,7 @@ static bool kvpc_copy_few(const kvpc_call *call, const kvpc_unpack_job *job)
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_job *job)
 {
-    /* From here on CUDA is faster: 64 MB take 32.9 us, not 34.7 (H200). So are its zeros: 64 KB take 0.96 us, not 1.45,
-       but no dependent launch. */
+    /* From here on CUDA is faster: 64 MB 32.9 us, not 34.7, zeros of 64 KB 0.96, not 1.45, but without PDL (H200). */
     const uint64_t copy_bytes = 16 << 20, by_cuda = job->zeros && !call->launch.pdl ? 64 << 10 : copy_bytes;
     job->call = call, job->started = false;
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
@@ -5652,23 +5657,17 @@ static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvp
 {
     kvpc_call call;
     KVPRIM_TRY(kvpc_checked(check(desc)));
-    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
-    return desc->count == 0 ? KVPRIM_OK : kvpc_run_meta(&call, NULL);
+    KVPRIM_TRY(desc->count ? kvpc_begin_call(&call, function, launch) : KVPRIM_OK);
+    return desc->count ? kvpc_run_meta(&call, NULL) : KVPRIM_OK;
 }
 #endif
 
-/* KVPRIM_DEBUG: see kvpc_check_bytes. Without it, ordinary host memory is found where descriptors and count lie. */
 static kvprim_status kvpc_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
 {
-    const bool meta = kvpc_is_out_of_reach(d->meta, false);
-    KVPRIM_REFUSE(meta || kvpc_is_out_of_reach(d->count, false), ARGUMENT,
-                  "%s: %s (%p) is ordinary host memory, which the GPU cannot reach: pin it (cudaMallocHost, "
-                  "cudaHostRegister)",
-                  function, meta ? "meta" : "count", meta ? (const void *)d->meta : (const void *)d->count);
+    KVPRIM_TRY(kvpc_check_pinned(function, "meta", d->meta, d->max_count * sizeof *d->meta));
+    KVPRIM_TRY(kvpc_check_pinned(function, "count", d->count, sizeof *d->count));
     KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
     KVPRIM_TRY(kvpc_check_bytes(function, "src", d->src, d->src_bytes));
-    KVPRIM_TRY(kvpc_check_bytes(function, "meta", d->meta, d->max_count * sizeof *d->meta));
-    KVPRIM_TRY(kvpc_check_bytes(function, "count", d->count, sizeof *d->count));
     return kvpc_check_bytes(function, "rejected", d->rejected, 4);
 }
 
@@ -6635,6 +6634,7 @@ KVPRIM_API kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc, const 
     if (d.count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_fetch", launch));
+    KVPRIM_TRY(kvpc_check_pinned(call.function, "set.memory", d.set.memory, (uint64_t)d.set.bytes));
     for (int part = 0; part < 2; part++)
         KVPRIM_TRY(kvpc_check_reach(call.function, &moves[part]));
     KVPRIM_TRY(kvpc_check_memory(call.function, moves, 2));
@@ -6648,7 +6648,7 @@ KVPRIM_API kvprim_status kvprim_cuda_fetch_reset(const kvprim_fetch_set *set, in
     kvpc_call call;
     KVPRIM_TRY(kvpc_checked(kvprim_fetch_reset_check(set, state)));
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_fetch_reset", launch));
-    KVPRIM_TRY(kvpc_check_bytes(call.function, "set.memory", set->memory, (uint64_t)set->bytes));
+    KVPRIM_TRY(kvpc_check_pinned(call.function, "set.memory", set->memory, (uint64_t)set->bytes));
     return kvpc_run_fetch_reset(&call, set, state);
 }
 #endif

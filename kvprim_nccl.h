@@ -113,8 +113,7 @@ typedef struct kvprim_comm_desc {
     kvprim_comm_id id;   /* the same; ignored if `nccl` is set */
     size_t buffer_bytes; /* size of the communicator's buffer, the same; 0: no buffer */
     int32_t timeout_ms;  /* how long a collective waits for other ranks, and some tens of ms more; 0: 30 s */
-    /* 1, the same: what own kernels reduce (>>op), they reduce at every size, so that the bits are always the same.
-       UNSUPPORTED where only NCCL can reduce */
+    /* 1, the same: own kernels reduce what they can (>>op) at every size, to the same bits; UNSUPPORTED if NCCL must */
     int32_t deterministic;
     /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start before its predecessor
        ends, and then waits for that one's memory. A predecessor that is launched that way too, and is not this
@@ -159,7 +158,7 @@ typedef struct kvprim_comm_desc {
        say), which own kernels use for their slots instead of memory that init allocates and exchanges. On every rank or
        on none. Aligned to 16; the caller must not read or write it until destroy has returned on all ranks */
     void *const *peers;
-    size_t peer_bytes; /* size of each; at least 16 MB; at most 33,562,624 (32 MB and 8,192 bytes) of it are used */
+    size_t peer_bytes; /* size of each, at least 16 MB, of which the least of all ranks' and 32 MB + 8,192 are used */
     int64_t reserved;  /* must be 0 */
 } kvprim_comm_desc;
 
@@ -212,8 +211,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    another rank's process counts as connected by NVLink. They take 32 MB of device memory; where they are compiled, on
    or off, kvprim_all_reduce_norm takes 8 MB for sums. kvprim_comm_describe says whether they are on, and if not, why.
    Errors, on every rank if ranks differ, or if another rank failed after NCCL's communicator was made: NULL, ARGUMENT
-   (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and limits that differ), SIZE
-   (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or differing versions of kvprim, or what they
+   (rank, world, timeouts, flags, peers, exchange, reserved; or flags and limits that differ), SIZE (peer_bytes;
+   buffer_bytes, also if they differ), UNSUPPORTED (deterministic; or differing versions of kvprim, or what they
    leave out), TIMEOUT (after init_timeout_ms, or kvprim_comm_abort was called), CUDA, NCCL. After an error everything
    is freed, as destroy does after an abort; after a TIMEOUT with `nccl` set, once the caller ends it. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
@@ -351,8 +350,7 @@ typedef struct kvprim_norm_desc {
                                 count, infinity counts as the largest finite fp32 */
     float scale_min;         /* with scale_per_token or scale_group: 2^-126 to 2^127; 0: 2^-126 */
     int32_t weight_plus_one; /* 1: multiplies by weight + 1, rounded to fp32, not to dtype (Gemma) */
-    int32_t scale_group;     /* 128: a scale of each group of 128 elements, as scale_per_token makes one. hidden is a
-                                multiple of 128. 0: none */
+    int32_t scale_group; /* 128: a scale of each 128 elements, made as scale_per_token's; hidden is a multiple of it */
     /* Group g of token t has scale[t * scale_stride + g * scale_group_stride], both in elements. 0: a token's groups
        are 1 apart, and tokens follow each other. So scale_stride 1 and scale_group_stride = tokens, or more, lay out
        columns, as DeepGEMM reads them */
@@ -1342,8 +1340,7 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
 };
 
 /* Two shots. Each rank receives its slice from every other rank, sums it, and sends the sum to all. Pack j of a block
-   is at the same place of every slice. With kvpn_any it is one shot and reduce_scatter, too: what takes so many
-   instructions is compiled once. */
+   is at the same place of every slice. With kvpn_any it is one shot and reduce_scatter, too, as it is long. */
 template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
     enum { two_waits = 1, is_any = kvpn_reduction<T, max_ranks>::is_any };
 
@@ -2054,8 +2051,7 @@ template <class T, int max_ranks, kvpn_norm_form form> struct kvpn_norm {
             t.factor[k][e] = __fadd_rn(t.factor[k][e], 1.0f);
     }
 
-    /* r from s, and the squares. One pack's factor costs less time now than after the threads have met (0.03 us); two
-       would take so many registers that fewer blocks fit. */
+    /* r from s, and the squares; one pack's factor, too: later it takes 0.03 us more; two take too many registers. */
     KVPRIM_NCCL_DEVICE void add(const params &p, thread &me, token &t)
     {
         for (uint32_t k = 0; k < packs; k++) {
@@ -2873,7 +2869,7 @@ static void kvpn_free_slots(kvprim_comm *comm)
     enum { others_ms = 1000 };
     kvpn_slots *const own = comm->world <= kvpn_max_world ? comm->slots[comm->rank] : NULL;
     const bool patient = own && kvpn_has_state(comm, kvpn_destroying) && KVPRIM_NCCL_LOAD(comm->stop) == 0;
-    if (own && own->memory &&
+    if (own && own->memory && comm->stop && /* which init sets before another rank can map the memory */
         !kvpn_part_from_ranks(comm, patient && comm->timeout_ms > others_ms ? comm->timeout_ms : others_ms))
         own->memory = NULL;
     for (int r = 0; r < kvpn_max_world; r++) {
@@ -4253,8 +4249,8 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     c->type = c->kind > kvpn_reduce_scatter && type.bytes == 1 ? ncclUint8 : (ncclDataType_t)type.nccl;
     c->element = type.bytes;
     KVPRIM_TRY(kvpn_check_device(c));
-    KVPRIM_TRY(kvpn_check_pointer(c, "recv", c->recv, c->recv_count));
-    KVPRIM_TRY(kvpn_check_pointer(c, "send", c->send, c->send_count));
+    KVPRIM_TRY(kvpn_check_pointer(c, c->kind >= kvpn_broadcast ? "buf" : "recv", c->recv, c->recv_count));
+    KVPRIM_TRY(kvpn_check_pointer(c, c->kind >= kvpn_broadcast ? "buf" : "send", c->send, c->send_count));
     if (c->recv_count && c->send_count)
         KVPRIM_TRY(kvpn_check_aliasing(c));
     return kvpn_check_stop(c->function, c->comm);
@@ -5066,9 +5062,13 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
     sum.recv = c->comm->sums, sum.send = d->send, sum.count = bytes / c->element;
     rest.send = sum.recv, rest.send_stride = d->hidden;
     KVPRIM_REFUSE(!sum.recv, CUDA, "%s: kvprim_comm_init found no device memory for sums", f);
-    if (d->send_stride != d->hidden) {
-        KVPRIM_NCCL_TRY_CUDA(cudaMemcpy2DAsync(sum.recv, row, d->send, (size_t)d->send_stride * c->element, row,
-                                               (size_t)d->tokens, cudaMemcpyDeviceToDevice, c->stream));
+    if (d->send_stride != d->hidden) { /* CUDA takes a pitch below 2 GB */
+        const size_t n = (size_t)d->tokens, step = (size_t)d->send_stride * c->element,
+                     most = step <= INT32_MAX ? n : 1;
+        for (size_t t = 0; t < n; t += most)
+            KVPRIM_NCCL_TRY_CUDA(cudaMemcpy2DAsync((char *)sum.recv + t * row, row, (const char *)d->send + t * step,
+                                                   most == n ? step : row, row, most, cudaMemcpyDeviceToDevice,
+                                                   c->stream));
         sum.send = sum.recv;
     }
     if (c->comm->peer[0]) { /* whatever all_reduce_limit is */

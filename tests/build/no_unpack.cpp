@@ -36,7 +36,9 @@ static void test_no_unpack()
     CHECK_ERROR(kvprim_cuda_unpack(&unpack, nullptr), KVPRIM_ERROR_BOUNDS, "kvprim_cuda_unpack: ");
     CHECK_ERROR(kvprim_cuda_copy(nullptr, nullptr), KVPRIM_ERROR_NULL, "kvprim_cuda_copy: ");
     unpack.count = copy.count = 0;
-    CHECK(kvprim_cuda_unpack(&unpack, nullptr) == KVPRIM_OK && kvprim_cuda_copy(&copy, nullptr) == KVPRIM_OK);
+    kvprim_cuda_launch launch = {}; /* not looked at */
+    launch.max_sms = -1;
+    CHECK(kvprim_cuda_unpack(&unpack, &launch) == KVPRIM_OK && kvprim_cuda_copy(&copy, &launch) == KVPRIM_OK);
 }
 
 static void test_transfer()

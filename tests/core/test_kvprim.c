@@ -655,6 +655,9 @@ static void test_shared_heads(void)
         }
     kvprim_table shared = {.data = got, .rows = 8, .stride = 64, .heads = 2, .head_stride = KVPRIM_HEADS_SHARED};
     kvprim_transfer_desc t = transfer_of(shared, table_of(src, 8), 8, 8);
+    kvprim_transfer_desc from_shared = transfer_of(table_of(src, 8), shared, 8, 8);
+    from_shared.src.bytes = -5;
+    CHECK_ERROR(kvprim_transfer(&from_shared), KVPRIM_ERROR_SIZE, "src.bytes is -5, less than 0");
     CHECK_ERROR(kvprim_transfer(&t), KVPRIM_ERROR_SIZE, "dst.head_stride is -1, less than 0");
     t = transfer_of(table_of(src, 8), shared, 8, 8);
     t.src.heads = 1;

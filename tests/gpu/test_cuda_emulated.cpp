@@ -1804,6 +1804,24 @@ static void fetch_wait()
 {
 }
 
+/* A plan alone, and a reset. */
+static void test_fetch_reach()
+{
+    alignas(16) static char set_memory[2048];
+    static int32_t wanted, rows, plan[2];
+    static const int32_t state = 0;
+    kvprim_fetch_desc d = {};
+    d.set.memory = set_memory, d.set.bytes = sizeof set_memory;
+    d.set.states = 1, d.set.hot_rows = 3, d.set.tokens = 8, d.set.entries = 1;
+    d.count = 1, d.state = &state, d.state_type = d.wanted_type = KVPRIM_I32, d.wanted = &wanted, d.top_k = 1;
+    d.rows = &rows, d.host_rows = 8, d.plan_src = &plan[0], d.plan_dst = &plan[1];
+    CHECK(kvprim_cuda_fetch_reset(&d.set, -1, nullptr) == KVPRIM_OK && kvprim_cuda_fetch(&d, nullptr) == KVPRIM_OK);
+    kvprim_emulate_pageable = set_memory;
+    CHECK_ERROR(kvprim_cuda_fetch(&d, nullptr), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_fetch: set.memory (");
+    CHECK_ERROR(kvprim_cuda_fetch_reset(&d.set, -1, nullptr), KVPRIM_ERROR_ARGUMENT, "is ordinary host memory");
+    kvprim_emulate_pageable = nullptr;
+}
+
 /* ---- moves that convert ---- */
 
 static void test_convert()

@@ -76,6 +76,7 @@ emulated("unpack_meta, memory out of reach", test_meta_reach);
 sampled("random unpack_metas", in_memory<fuzz_metas>);
 sampled("fetch", test_fetch);
 sampled("fetch, max_sms, pdl", test_fetch_options);
+emulated("fetch, memory out of reach", test_fetch_reach);
 sampled("fetch, many entries", test_large_fetches);
 both("fetch, states that two requests have, sets that hold anything", test_wild_fetches);
 on_gpu("fetch, in graphs", test_fetch_graphs);

@@ -529,7 +529,7 @@ static void test_groups_that_fail(void)
         else if (k == 2)
             CHECK_ERROR(kvprim_send(comm, m, 1, KVPRIM_INT8, 1, NULL), argument, "peer is 1, must be 0 to 0");
         else if (k == 3)
-            CHECK_ERROR(kvprim_recv(comm, NULL, 1, KVPRIM_INT8, 0, NULL), wanted, "recv is NULL");
+            CHECK_ERROR(kvprim_recv(comm, NULL, 1, KVPRIM_INT8, 0, NULL), wanted, "buf is NULL");
         else if (k == 4)
             CHECK_ERROR(kvprim_send(comm, m, 1, KVPRIM_INT8, 0, &other), argument, "the group's earlier calls are on");
         else
