@@ -158,7 +158,7 @@ typedef struct kvprim_comm_desc {
        say), which own kernels use for their slots instead of memory that init allocates and exchanges. On every rank or
        on none. Aligned to 16; the caller must not read or write it until destroy has returned on all ranks */
     void *const *peers;
-    size_t peer_bytes; /* size of each, at least 16 MB, of which the least of all ranks' and 32 MB + 8,192 are used */
+    size_t peer_bytes; /* size of each, at least 16 MB; the least of all ranks counts, up to 32 MB and 8,192 bytes */
     int64_t reserved;  /* must be 0 */
 } kvprim_comm_desc;
 
@@ -350,7 +350,7 @@ typedef struct kvprim_norm_desc {
                                 count, infinity counts as the largest finite fp32 */
     float scale_min;         /* with scale_per_token or scale_group: 2^-126 to 2^127; 0: 2^-126 */
     int32_t weight_plus_one; /* 1: multiplies by weight + 1, rounded to fp32, not to dtype (Gemma) */
-    int32_t scale_group; /* 128: a scale of each 128 elements, made as scale_per_token's; hidden is a multiple of it */
+    int32_t scale_group; /* 128: a scale of each 128 elements, made as scale_per_token's; hidden: a multiple. 0: none */
     /* Group g of token t has scale[t * scale_stride + g * scale_group_stride], both in elements. 0: a token's groups
        are 1 apart, and tokens follow each other. So scale_stride 1 and scale_group_stride = tokens, or more, lay out
        columns, as DeepGEMM reads them */
@@ -1340,7 +1340,7 @@ template <class T, int max_ranks> struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_
 };
 
 /* Two shots. Each rank receives its slice from every other rank, sums it, and sends the sum to all. Pack j of a block
-   is at the same place of every slice. With kvpn_any it is one shot and reduce_scatter, too, as it is long. */
+   is at the same place of every slice. With kvpn_any it is one shot and reduce_scatter, too: so long code, once. */
 template <class T, int max_ranks> struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks>> {
     enum { two_waits = 1, is_any = kvpn_reduction<T, max_ranks>::is_any };
 
@@ -5067,7 +5067,7 @@ static kvprim_status kvpn_sum_then_norm(const kvpn_call *c, const kvprim_norm_de
                      most = step <= INT32_MAX ? n : 1;
         for (size_t t = 0; t < n; t += most)
             KVPRIM_NCCL_TRY_CUDA(cudaMemcpy2DAsync((char *)sum.recv + t * row, row, (const char *)d->send + t * step,
-                                                   most == n ? step : row, row, most, cudaMemcpyDeviceToDevice,
+                                                   most > 1 ? step : row, row, most, cudaMemcpyDeviceToDevice,
                                                    c->stream));
         sum.send = sum.recv;
     }
