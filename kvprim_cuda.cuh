@@ -3225,8 +3225,8 @@ static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t
 }
 #endif
 
-/* Without KVPRIM_DEBUG, too, ordinary host memory is found. */
-static kvprim_status kvpc_check_pinned(const char *function, const char *name, const void *p, uint64_t bytes)
+/* Ordinary host memory is found without KVPRIM_DEBUG, too. */
+static kvprim_status kvpc_check_reachable(const char *function, const char *name, const void *p, uint64_t bytes)
 {
     KVPRIM_REFUSE(kvpc_is_out_of_reach(p, false), ARGUMENT,
                   "%s: %s (%p) is ordinary host memory, which the GPU cannot reach: pin it (cudaHostRegister)",
@@ -5664,8 +5664,8 @@ static kvprim_status kvpc_run_unpack(const char *function, const Desc *desc, kvp
 
 static kvprim_status kvpc_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
 {
-    KVPRIM_TRY(kvpc_check_pinned(function, "meta", d->meta, d->max_count * sizeof *d->meta));
-    KVPRIM_TRY(kvpc_check_pinned(function, "count", d->count, sizeof *d->count));
+    KVPRIM_TRY(kvpc_check_reachable(function, "meta", d->meta, d->max_count * sizeof *d->meta));
+    KVPRIM_TRY(kvpc_check_reachable(function, "count", d->count, sizeof *d->count));
     KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
     KVPRIM_TRY(kvpc_check_bytes(function, "src", d->src, d->src_bytes));
     return kvpc_check_bytes(function, "rejected", d->rejected, 4);
@@ -6634,7 +6634,7 @@ KVPRIM_API kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc, const 
     if (d.count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_fetch", launch));
-    KVPRIM_TRY(kvpc_check_pinned(call.function, "set.memory", d.set.memory, (uint64_t)d.set.bytes));
+    KVPRIM_TRY(kvpc_check_reachable(call.function, "set.memory", d.set.memory, (uint64_t)d.set.bytes));
     for (int part = 0; part < 2; part++)
         KVPRIM_TRY(kvpc_check_reach(call.function, &moves[part]));
     KVPRIM_TRY(kvpc_check_memory(call.function, moves, 2));
@@ -6648,7 +6648,7 @@ KVPRIM_API kvprim_status kvprim_cuda_fetch_reset(const kvprim_fetch_set *set, in
     kvpc_call call;
     KVPRIM_TRY(kvpc_checked(kvprim_fetch_reset_check(set, state)));
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_fetch_reset", launch));
-    KVPRIM_TRY(kvpc_check_pinned(call.function, "set.memory", set->memory, (uint64_t)set->bytes));
+    KVPRIM_TRY(kvpc_check_reachable(call.function, "set.memory", set->memory, (uint64_t)set->bytes));
     return kvpc_run_fetch_reset(&call, set, state);
 }
 #endif
