@@ -1252,8 +1252,7 @@ KVPRIM_ELEMENT uint32_t kvpi_to_f16(float x)
 
 KVPRIM_ELEMENT uint32_t kvpi_to_bf16(float x)
 {
-    const uint32_t bits = kvpi_bits_of(x);
-    const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const uint32_t bits = kvpi_bits_of(x), nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : nearest;
 }
 
@@ -1267,16 +1266,14 @@ KVPRIM_ELEMENT uint32_t kvpi_to_f32(float x)
    into such a float, which is then subtracted. */
 KVPRIM_ELEMENT float kvpi_of_e4m3(uint32_t x)
 {
-    const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24;
-    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(0x46800000 + a) - 16384.0f);
+    const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24, tiny = kvpi_bits_of(kvpi_float_of(0x46800000 + a) - 16384.0f);
     const uint32_t large = (a << 20) + 0x3c000000, value = a < 8 ? tiny : large;
     return kvpi_float_of(a == 0x7f ? 0x7fffffff : value | sign);
 }
 
 KVPRIM_ELEMENT float kvpi_of_e5m2(uint32_t x)
 {
-    const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24;
-    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(0x43000000 + a) - 128.0f);
+    const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24, tiny = kvpi_bits_of(kvpi_float_of(0x43000000 + a) - 128.0f);
     const uint32_t large = (a << 21) + (a < 0x7c ? 0x38000000 : 0x70000000), value = a < 4 ? tiny : large;
     return kvpi_float_of(a > 0x7c ? 0x7fffffff : value | sign);
 }
@@ -1300,8 +1297,7 @@ KVPRIM_ELEMENT float kvpi_of_e2m1(uint32_t x)
 
 KVPRIM_ELEMENT float kvpi_of_f16(uint32_t x)
 {
-    const uint32_t a = x & 0x7fff, sign = (x & 0x8000) << 16;
-    const uint32_t tiny = kvpi_bits_of(kvpi_float_of(0x3f000000 + a) - 0.5f);
+    const uint32_t a = x & 0x7fff, sign = (x & 0x8000) << 16, tiny = kvpi_bits_of(kvpi_float_of(0x3f000000 + a) - 0.5f);
     const uint32_t large = (a << 13) + (a < 0x7c00 ? 0x38000000 : 0x70000000), value = a < 0x400 ? tiny : large;
     return kvpi_float_of(value | sign);
 }
@@ -4329,11 +4325,14 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     const int64_t count = d->count, requests = d->requests;
     const uint64_t n = (uint64_t)count, each = (uint64_t)requests;
     const uint64_t pages = kvpi_add(kvpi_mul(each - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
+    const int many = d->pages_stride && requests > d->pages_stride, apart = d->pages_stride > d->max_pages;
+    const char *const field = many ? "requests" : apart ? "pages_stride" : "max_pages"; /* what makes pages large */
+    const int64_t large = many ? requests : apart ? d->pages_stride : d->max_pages;
     kvpi_uses u;
     u.count = 0, u.function = function;
     (void)kvpi_add_use(&u, kvpi_counter, 1, "rejected", d->rejected, 4, 4);
     KVPRIM_TRY(kvpi_add_array(&u, 1, "slot", d->slot, d->slot_type, n, "count", count));
-    KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, "requests", requests));
+    KVPRIM_TRY(kvpi_add_array(&u, 0, "pages", d->pages, d->pages_type, pages, field, large));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "page_starts", d->page_starts, d->pages_type, each + 1, "requests", requests));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "request", d->request, type, n, "count", count));
     KVPRIM_TRY(kvpi_add_array(&u, 0, "position", d->position, type, n, "count", count));
@@ -4971,7 +4970,7 @@ static kvprim_status kvpi_check_fetch_fields(const char *function, kvprim_fetch_
         {"max_pages", d->max_pages, pages, pages ? INT32_MAX : 0, size}, /* as tokens are */
         {"page_rows", d->page_rows, pages, pages ? INT32_MAX : 0, size},
         {"pages_stride", d->pages_stride, d->max_pages, pages ? INT64_MAX : 0, size},
-        {"pages_by_state", d->pages_by_state, 0, pages, argument},
+        {"pages_by_state", d->pages_by_state, 0, pages, pages ? argument : size},
         {"state_type", d->state_type, KVPRIM_I32, KVPRIM_I64, argument},
         {"wanted_type", d->wanted_type, KVPRIM_I32, KVPRIM_I64, argument},
         {"pages_type", d->pages_type, pages ? KVPRIM_I32 : 0, KVPRIM_I64, argument},

@@ -2374,8 +2374,7 @@ template <int kind, uint32_t loads> KVPRIM_DEVICE kvpc_tile_thread kvpc_find_til
     const uint32_t in_group = thread * (copies ? p.v_magic : p.row_magic) >> 16;
     const uint32_t lane = thread - in_group * (copies ? p.v_words : p.row_threads);
     const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.block_rows + in_group;
-    const uint32_t tile = lane >> p.lanes_shift, lanes = 1u << p.lanes_shift;
-    const uint32_t in_tile = lane & (lanes - 1);
+    const uint32_t tile = lane >> p.lanes_shift, lanes = 1u << p.lanes_shift, in_tile = lane & (lanes - 1);
     const bool any = i < p.count && in_group < p.block_rows;
     const uint32_t first = copies ? lane : tile * p.tile_octets + in_tile * (kind == kvpc_4_bits ? loads : 1);
     return kvpc_tile_thread{i, lane, tile, lanes, in_tile, first, any, copies};
@@ -2387,8 +2386,7 @@ template <kvprim_dtype from, int kind, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
 {
-    const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8;
-    const uint32_t how = p.how, dependence = how & kvpc_dependences;
+    const uint32_t octet_bytes = kind == kvpc_4_bits ? 4 : 8, how = p.how, dependence = how & kvpc_dependences;
     const bool exact = loads < 8;          /* a tile is tile_lanes * loads octets */
     const bool late = kind == kvpc_4_bits; /* the trigger: parameters would wait for `how`, 0.08 us */
     kvpc_pdl_trigger(!late && dependence == kvpc_trigger_first);
@@ -3007,11 +3005,8 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
     cudaLaunchAttribute pdl;
     cudaLaunchConfig_t config = {};
     void *args[] = {(void *)&params};
-    config.gridDim = blocks;
-    config.blockDim = dim3(threads);
-    config.stream = kvpc_stream(call);
-    config.attrs = &pdl;
-    config.numAttrs = call->launch.pdl != 0;
+    config.gridDim = blocks, config.blockDim = dim3(threads), config.stream = kvpc_stream(call);
+    config.attrs = &pdl, config.numAttrs = call->launch.pdl != 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
     const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, args);
@@ -3141,10 +3136,8 @@ static kvprim_status kvpc_check_bytes(const char *function, const char *name, co
         int device = 0, pageable = 0;
         cudaPointerAttributes a;
         cudaError_t error = cudaGetDevice(&device);
-        if (error == cudaSuccess)
-            error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
-        if (error == cudaSuccess)
-            error = cudaPointerGetAttributes(&a, p);
+        error = error ? error : cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
+        error = error ? error : cudaPointerGetAttributes(&a, p);
         KVPRIM_REFUSE(!kvpc_succeeds(error), CUDA, "%s: %s (%p): %s: %s", function, name, p, cudaGetErrorName(error),
                       cudaGetErrorString(error));
         KVPRIM_REFUSE(a.type == cudaMemoryTypeUnregistered && !pageable, ARGUMENT,
@@ -3439,8 +3432,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     p.page = kvpc_divisor_of(t->page_rows).narrow;
     p.head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0).narrow;
     p.pdl = call->launch.pdl ? kvpc_trigger_late : kvpc_alone;
-    p.gather = moves->zero != 0;
-    p.fetch = edges % kvpc_granule_bytes != 0;
+    p.gather = moves->zero != 0, p.fetch = edges % kvpc_granule_bytes != 0;
     if (bits % 16 != 0)
         return kvpc_start_bytes(call, &p);
     /* Only kvpc_tails fetches edges; rows of whole words take it from kvpc_few_bytes on. */
@@ -3505,13 +3497,10 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
         (other->format.dtype != KVPRIM_BF16 && other->format.dtype != KVPRIM_F16) || !kvpc_is_made_of(other, 16, 16) ||
         !kvpc_is_made_of(quantised, 4, packed ? 4 : 8))
         return false;
-    if (!tiles && f.scale_dtype == KVPRIM_F8E8M0) /* scales that rows share are read as fp32 */
-        return false;
-    if ((tiles || f.scale == KVPRIM_SCALE_HEAD) && (f.tile % 8 != 0 || f.scale_tile_stride > UINT32_MAX))
-        return false;
-    if (tiles && (f.scale_stride > UINT32_MAX || kvpc_scale_page_step(&quantised->table, &f) < 0))
-        return false;
-    if (f.scale_heads > 1 && quantised->table.heads > 1 && f.scale_heads != quantised->table.heads)
+    if ((!tiles && f.scale_dtype == KVPRIM_F8E8M0) || /* scales that rows share are read as fp32 */
+        ((tiles || f.scale == KVPRIM_SCALE_HEAD) && (f.tile % 8 != 0 || f.scale_tile_stride > UINT32_MAX)) ||
+        (tiles && (f.scale_stride > UINT32_MAX || kvpc_scale_page_step(&quantised->table, &f) < 0)) ||
+        (f.scale_heads > 1 && quantised->table.heads > 1 && f.scale_heads != quantised->table.heads))
         return false;
     return !tiles || m->zero ||
            (kvpi_elements_in(f.dtype, quantised->piece_bytes) % f.tile == 0 && /* a tile lies in one head, */
@@ -4293,8 +4282,7 @@ static bool kvpc_plan_lines(const kvpc_call *call, const kvprim_move *m, kvpc_li
         return false;
     kvpc_set_task(&p->task, m, &bits);
     p->task.rejected = m->rejected;
-    p->words = kvpc_divisor_of(unit / 16);
-    p->run_words = p->units * (uint32_t)p->words.by;
+    p->words = kvpc_divisor_of(unit / 16), p->run_words = p->units * (uint32_t)p->words.by;
     p->shares = kvpc_divisor_of((int64_t)kvpc_parts_of(p->run_words + kvpc_line_words - 1, kvpc_share_words));
     p->total = p->groups * p->shares.by;
     if ((uint64_t)m->count >= most / p->total)
@@ -4314,8 +4302,7 @@ static bool kvpc_run_lines(const kvpc_call *call, const kvprim_move *m, kvprim_s
     if (!kvpc_plan_lines(call, m, &p))
         return false;
     const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, true, &threads);
-    const uint64_t limit = (uint64_t)start.launch.max_sms, warps = threads / 32;
-    const uint64_t wanted = (p.total + warps - 1) / warps;
+    const uint64_t limit = (uint64_t)start.launch.max_sms, warps = threads / 32, wanted = (p.total + warps - 1) / warps;
     *status = kvpc_start(&start, kvpc_lines_kernel, (uint32_t)(wanted < limit ? wanted : limit), threads, p);
     return true;
 }
@@ -5226,8 +5213,7 @@ static uint32_t kvpc_plan_numbers(kvpc_column *c, kvpc_numbers *numbers)
         c->shift++;
     while (c->differ >> c->shift >> bits)
         bits++;
-    numbers->step = (uint64_t)1 << c->shift;
-    numbers->mask = UINT64_MAX >> (64 - bits);
+    numbers->step = (uint64_t)1 << c->shift, numbers->mask = UINT64_MAX >> (64 - bits);
     numbers->base = c->base + (c->first & ~(numbers->mask << c->shift));
     c->common = c->any >> c->shift >> bits << bits << c->shift;
     return bits;
@@ -5239,8 +5225,7 @@ static void kvpc_plan_records(kvpc_unpack_job *job)
     kvpc_unpack *const h = &job->head;
     const uint32_t src = kvpc_plan_numbers(&job->src, &h->src), dst = kvpc_plan_numbers(&job->dst, &h->dst);
     const uint32_t bytes = kvpc_plan_numbers(&job->bytes, &h->bytes);
-    h->apart = src + dst + bytes > 64;
-    h->record_bytes = (src + dst + bytes + 7) / 8;
+    h->apart = src + dst + bytes > 64, h->record_bytes = (src + dst + bytes + 7) / 8;
     if (h->apart) {
         h->dst.at = (src + 7) / 8, h->bytes.at = h->dst.at + (dst + 7) / 8;
         h->record_bytes = h->bytes.at + (bytes + 7) / 8;
@@ -6540,6 +6525,27 @@ static kvprim_status kvpc_run_fetch(const kvpc_call *call, const kvprim_fetch_de
     return kvpc_start(call, kvpc_fetch_kernel, blocks, threads, p);
 }
 
+/* KVPRIM_DEBUG: see kvpc_check_bytes. */
+static kvprim_status kvpc_check_fetch_memory(const char *function, const kvprim_fetch_desc *d)
+{
+    const uint64_t n = (uint64_t)d->count, of_pages = (uint64_t)(d->pages_by_state ? d->set.states : d->count);
+    const uint64_t rows = n * (uint64_t)d->steps, top_k = (uint64_t)d->top_k, fresh = (uint64_t)d->fresh_count;
+    const uint64_t in_wanted = (rows - 1) * (uint64_t)d->wanted_stride + top_k, plan = 4 * (n * fresh + rows * top_k);
+    const uint64_t in_fresh = fresh ? (n - 1) * (uint64_t)d->fresh_stride + fresh : 0;
+    const uint64_t in_pages = (of_pages - 1) * (uint64_t)d->pages_stride + (uint64_t)d->max_pages;
+    KVPRIM_TRY(kvpc_check_bytes(function, "state", d->state, n * kvpc_index_size(d->state_type)));
+    KVPRIM_TRY(kvpc_check_bytes(function, "wanted", d->wanted, in_wanted * kvpc_index_size(d->wanted_type)));
+    KVPRIM_TRY(kvpc_check_bytes(function, "fresh", d->fresh, in_fresh * kvpc_index_size(d->wanted_type)));
+    KVPRIM_TRY(kvpc_check_bytes(function, "pages", d->pages, in_pages * kvpc_index_size(d->pages_type)));
+    KVPRIM_TRY(kvpc_check_bytes(function, "rows", d->rows, 4 * rows * top_k));
+    KVPRIM_TRY(kvpc_check_bytes(function, "fresh_rows", d->fresh_rows, 4 * n * fresh));
+    KVPRIM_TRY(kvpc_check_bytes(function, "plan_src", d->plan_src, plan));
+    KVPRIM_TRY(kvpc_check_bytes(function, "plan_dst", d->plan_dst, plan));
+    KVPRIM_TRY(kvpc_check_bytes(function, "hits", d->hits, 4));
+    KVPRIM_TRY(kvpc_check_bytes(function, "misses", d->misses, 4));
+    return kvpc_check_bytes(function, "rejected", d->rejected, 4);
+}
+
 static kvprim_status kvpc_run_fetch_reset(const kvpc_call *call, const kvprim_fetch_set *set, int64_t state)
 {
     kvpc_fetch_reset p;
@@ -6638,6 +6644,7 @@ KVPRIM_API kvprim_status kvprim_cuda_fetch(const kvprim_fetch_desc *desc, const 
     for (int part = 0; part < 2; part++)
         KVPRIM_TRY(kvpc_check_reach(call.function, &moves[part]));
     KVPRIM_TRY(kvpc_check_memory(call.function, moves, 2));
+    KVPRIM_TRY(kvpc_check_fetch_memory(call.function, &d));
     return kvpc_run_fetch(&call, &d, moves);
 }
 

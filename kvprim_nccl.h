@@ -1592,8 +1592,7 @@ template <bool whole>
 KVPRIM_NCCL_DEVICE void kvpn_copy_own_part(const kvpn_parts_params &p, uint32_t index, uint32_t step)
 {
     enum { at_once = whole ? 4 : 1 };
-    const uint32_t bytes = p.parts[0].to.bytes;
-    const uint32_t packs = p.parts[0].from.at == p.parts[0].to.at ? 0 : (bytes + 15) / 16;
+    const uint32_t bytes = p.parts[0].to.bytes, packs = p.parts[0].from.at == p.parts[0].to.at ? 0 : (bytes + 15) / 16;
     for (uint32_t i = index; i < packs; i += at_once * step) {
         uint4 v[at_once];
         for (uint32_t k = 0; k < at_once; k++)
@@ -4328,10 +4327,7 @@ static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, 
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
     void *args[] = {params};
-    config.gridDim = dim3(blocks);
-    config.blockDim = threads;
-    config.stream = c->stream;
-    config.attrs = attributes;
+    config.gridDim = dim3(blocks), config.blockDim = threads, config.stream = c->stream, config.attrs = attributes;
     if (c->comm->pdl && (c->comm->after_nccl & kvpn_after_nccl_bit(c)) == 0) {
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
@@ -4964,8 +4960,7 @@ static kvprim_status kvpn_check_norm_overlap(const char *f, const kvpn_norm_tens
     const uint64_t row_a = (uint64_t)output->columns * output->element, row_b = (uint64_t)t->columns * t->element;
     const uint64_t end_a = a + (uint64_t)(output->rows - 1) * step + row_a,
                    end_b = b + (uint64_t)(t->rows - 1) * other_step + row_b;
-    const bool same_step = step == other_step || t->rows == 1;
-    const bool in_place = a == b && (output->may_be & t->is) != 0;
+    const bool same_step = step == other_step || t->rows == 1, in_place = a == b && (output->may_be & t->is) != 0;
     if (a == 0 || b == 0 || end_a <= b || end_b <= a)
         return KVPRIM_OK;
     const uint64_t gap = (a > b ? a - b : b - a) % step;
@@ -4985,8 +4980,7 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
         return KVPRIM_OK;
     KVPRIM_TRY(kvpn_check_norm_outputs(f, d));
     const bool writes_scales = d->scale_group || d->scale_per_token;
-    const int64_t n = d->tokens, m = d->hidden;
-    const int64_t last_token = (writes_scales ? n - 1 : 0) * kvpn_norm_scale_stride(d);
+    const int64_t n = d->tokens, m = d->hidden, last_token = (writes_scales ? n - 1 : 0) * kvpn_norm_scale_stride(d);
     /* scales: words from the first one to the last */
     const int64_t scales = last_token + (kvpn_norm_words(d) - 1) * kvpn_norm_group_stride(d) + 1;
     const uint32_t in = kvpn_norm_input, out = kvpn_norm_output, any = kvpn_norm_send | kvpn_norm_residual;

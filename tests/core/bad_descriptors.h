@@ -740,8 +740,10 @@ static void bad_slots_sizes(slots_memory *m)
     BAD_SLOTS(0, d.rows = 0, SIZE, "rows is 0, less than 1");
     BAD_SLOTS(0, d.pages_stride = -8, SIZE, "pages_stride is -8, less than max_pages, 4");
     BAD_SLOTS(0, d.requests = most, SIZE, "requests is 9223372036854775807, which makes pages larger than");
-    BAD_SLOTS(0, d.max_pages = most, SIZE, "which makes pages larger");
-    BAD_SLOTS(0, d.pages_stride = most, SIZE, "which makes pages larger");
+    BAD_SLOTS(0, d.max_pages = most, SIZE, "max_pages is 9223372036854775807, which makes pages larger");
+    BAD_SLOTS(0, d.pages_stride = most, SIZE, "pages_stride is 9223372036854775807, which makes pages larger");
+    BAD_SLOTS(1, d.requests = 1;
+              d.max_pages = most, SIZE, "max_pages is 9223372036854775807, which makes pages larger");
     BAD_SLOTS(0, d.count = most, SIZE, "count is 9223372036854775807, which makes slot larger than");
     BAD_SLOTS(1, d.requests = most; d.max_pages = 1, SIZE, "requests is");
     BAD_SLOTS(0, d.slot_type = KVPRIM_I32;
@@ -859,6 +861,8 @@ static void bad_fetches(void)
     BAD(fetch, pages = NULL; d.max_pages = 0; d.page_rows = 0;
         d.pages_stride = 7, SIZE, "pages_stride is 7, less than 0 or more than 0");
     BAD(fetch, pages_by_state = 2, ARGUMENT, "kvprim_fetch: pages_by_state is 2");
+    BAD(fetch, pages = NULL; d.max_pages = 0; d.page_rows = 0; d.pages_stride = 0;
+        d.pages_by_state = 1, SIZE, "pages_by_state is 1, less than 0 or more than 0");
     BAD(fetch, state_type = (kvprim_index_type)0, ARGUMENT, "kvprim_fetch: state_type is 0");
     BAD(fetch, wanted_type = (kvprim_index_type)3, ARGUMENT, "kvprim_fetch: wanted_type is 3");
     BAD(fetch, pages_type = (kvprim_index_type)0, ARGUMENT, "kvprim_fetch: pages_type is 0");

@@ -1799,6 +1799,34 @@ static void unreachable_slots(void *host)
     }
 }
 
+static void unreachable_fetches(void *host)
+{
+    static const fetch_sizes sizes = {4, 20, 60, 12, 30};
+    fetch_pair p(1 << 20);
+    kvprim_fetch_desc &d = p.d;
+    while (!fetch_place_pair(&p, &sizes) || !d.fresh || !d.pages || !d.plan_src || !d.v.data || !d.hits || !d.misses ||
+           !d.rejected)
+        continue;
+    unreachable(&d, host,
+                {{"set.memory", &d.set.memory},
+                 {"state", &d.state},
+                 {"wanted", &d.wanted},
+                 {"fresh", &d.fresh},
+                 {"pages", &d.pages},
+                 {"rows", &d.rows},
+                 {"fresh_rows", &d.fresh_rows},
+                 {"plan_src", &d.plan_src},
+                 {"plan_dst", &d.plan_dst},
+                 {"k_hot", &d.k_hot.data},
+                 {"v_hot", &d.v_hot.data},
+                 {"k (", &d.k.data},
+                 {"v (", &d.v.data},
+                 {"hits", &d.hits},
+                 {"misses", &d.misses},
+                 {"rejected", &d.rejected}});
+    fetch_wait(); /* before its memory goes */
+}
+
 /* Scales and counters of formats, in memory of their own. */
 static void unreachable_formats(void *host)
 {
@@ -1826,6 +1854,7 @@ static void test_unreachable()
     unreachable_rows(host);
     unreachable_unpacks(host);
     unreachable_slots(host);
+    unreachable_fetches(host);
     unreachable_formats(host);
     CUDA(cudaStreamSynchronize(main_launch.stream));
     free(host);
