@@ -167,7 +167,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
    a multiple of 16 on both sides; without pdl also for a lone one elsewhere, of up to 384 KB inside one GPU, and,
    except in graphs, for up to 3 over PCIe (2 from the host). A launch takes up to 32,760 bytes of parameters (4,000 if
    compiled by CUDA before 12.1; later ones need a driver of at least 12.1). Larger batches take several, which overlap
-   where pdl works and max_sms is 0; what follows in the stream follows all. The call takes 36 KB of stack. */
+   where pdl works and max_sms is 0; what follows in the stream follows all. The call takes up to 42 KB of stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -3868,9 +3868,10 @@ template <class params> static void kvpc_cut(params *p, kvpc_task *tasks, uint32
 /* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
 template <class batch>
 static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(const batch KVPRIM_IN_PLACE),
-                                       uint32_t most_threads, uint32_t lanes, const batch *p)
+                                       uint32_t most_threads, const batch *p)
 {
     const uint64_t limit = (uint64_t)call->launch.max_sms;
+    const uint32_t lanes = 1u << p->lanes_shift;
     uint32_t threads = limit ? most_threads : (uint32_t)kvpc_threads;
     while (threads > kvpc_threads && p->total / (threads / lanes) < limit)
         threads /= 2;
@@ -3917,15 +3918,15 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
             bits |= p->layer[l].dst | p->layer[l].src;
     }
     const bool aligned = bits % 16 == 0, few = call->launch.max_sms > 0;
-    const uint32_t shift = kvpc_lanes_shift(call, unit, aligned), lanes = 1u << shift;
+    const uint32_t shift = kvpc_lanes_shift(call, unit, aligned);
     uint32_t most_threads;
     const kvpc_call start = kvpc_on_link(call, unit, aligned, &most_threads);
     p->pdl = call->launch.pdl != 0;
     kvpc_cut(p, p->task, p->tasks, shift, !aligned ? kvpc_any_loads : few ? few_loads : kvpc_once_loads);
     if (!aligned)
-        return kvpc_start_groups(&start, kvpc_move_any_kernel<uint32_t, params>, kvpc_unaligned_threads, lanes, p);
-    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<true, few_loads, params>, most_threads, lanes, p)
-               : kvpc_start_groups(&start, kvpc_move_kernel<true, params>, kvpc_threads, lanes, p);
+        return kvpc_start_groups(&start, kvpc_move_any_kernel<uint32_t, params>, kvpc_unaligned_threads, p);
+    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<true, few_loads, params>, most_threads, p)
+               : kvpc_start_groups(&start, kvpc_move_kernel<true, params>, kvpc_threads, p);
 }
 
 /* Where neither side has an index, rows that follow each other without a gap on both sides become one. */
@@ -4122,9 +4123,8 @@ static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move 
              few ? kvpc_few_loads : kvpc_once_loads);
     uint32_t most_threads;
     const kvpc_call start = kvpc_on_link(call, p.task.unit_bytes, aligned, &most_threads);
-    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<false, kvpc_few_loads, params>, most_threads,
-                                   1u << p.lanes_shift, &p)
-               : kvpc_start_groups(&start, kvpc_move_kernel<false, params>, kvpc_threads, 1u << p.lanes_shift, &p);
+    return few ? kvpc_start_groups(&start, kvpc_move_few_kernel<false, kvpc_few_loads, params>, most_threads, &p)
+               : kvpc_start_groups(&start, kvpc_move_kernel<false, params>, kvpc_threads, &p);
 }
 
 /* For more rows or chunks than 31 bits count. */
@@ -4134,8 +4134,7 @@ static kvprim_status kvpc_start_wide(const kvpc_call *call, const kvprim_move *m
     params p;
     const bool aligned = kvpc_fill_listed(call, m, slice, &p);
     kvpc_cut(&p, &p.task, 1, kvpc_lanes_shift(call, p.task.unit_bytes, aligned), kvpc_any_loads);
-    return kvpc_start_groups(call, kvpc_move_any_kernel<uint64_t, params>, kvpc_unaligned_threads, 1u << p.lanes_shift,
-                             &p);
+    return kvpc_start_groups(call, kvpc_move_any_kernel<uint64_t, params>, kvpc_unaligned_threads, &p);
 }
 
 /* Chunks of so many rows, or somewhat more: a part has 256 bytes or more, or is a unit. 2^31 if 31 bits do not count
@@ -4861,7 +4860,6 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
     (void)kvpc_fill_listed(call, m, slice, &p);
     p.how = kvpc_change_of(m, slice->layer, &p.task.dst, &p.task.src);
     kvpc_cut_conversion(call, kvpc_is_packed(m), &p);
-    const uint32_t lanes = 1u << p.lanes_shift;
     if (kvpc_is_packed(m)) {
 #ifdef KVPRIM_NO_FOUR_BIT
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: compiled with KVPRIM_NO_FOUR_BIT, and elements have 4 bits",
@@ -4869,11 +4867,11 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
 #else
         p.how.step = (uintptr_t)(p.how.quantises ? m->dst : m->src).format.tensor_scale;
         /* one kernel for all sizes: it takes 50 KB */
-        return kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, true>, few, lanes, &p);
+        return kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, true>, few, &p);
 #endif
     }
-    return narrow ? kvpc_start_groups(call, kvpc_convert_kernel<uint32_t, many, false>, many, lanes, &p)
-                  : kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, false>, few, lanes, &p);
+    return narrow ? kvpc_start_groups(call, kvpc_convert_kernel<uint32_t, many, false>, many, &p)
+                  : kvpc_start_groups(call, kvpc_convert_kernel<uint64_t, few, false>, few, &p);
 }
 
 /* Its parameters have one size: a host's index names few rows to convert, or rows of many layers, which take long. */
@@ -5392,12 +5390,12 @@ static void kvpc_write_records(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *d
 
 /* >>impl_unpack_run ------------------------------------------------------------------------------------------------ */
 
-/* One strip for each group of threads. If there are many, two: half as many blocks are started sooner. */
+/* A strip for each group of threads; of many, two: half as many blocks start sooner. Empty ones alone take a block. */
 static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, const kvpc_unpack *h, uint32_t threads, uint32_t max_sms)
 {
     enum { many_blocks = 768 };
     const uint32_t groups = threads >> h->lanes_shift, each = job->is_small ? kvpc_small_fragments * groups : groups;
-    const uint32_t all = job->is_small ? h->count : h->strips, blocks = all / each + (all % each != 0);
+    const uint32_t all = job->is_small ? h->count : h->strips, blocks = all / each + (all % each != 0 || all == 0);
     if (max_sms > 0)
         return blocks < max_sms ? blocks : max_sms;
     return job->is_small || blocks < many_blocks ? blocks : (blocks + 1) / 2;
@@ -5486,7 +5484,7 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
     if (job->bytes.any == 0 || kvpc_copy_few(call, job))
         return KVPRIM_OK;
-    if (job->bytes.any > kvpc_most_bytes || kvpc_is_mergeable(job))
+    if (job->bytes.any > kvpc_most_bytes || (job->src.any | job->dst.any) >> 62 || kvpc_is_mergeable(job))
         kvpc_survey(job, true);
     if (kvpc_is_one(job)) {
         const uint64_t bytes = (job->left - 1) * job->bytes.first + job->last_bytes;

@@ -71,6 +71,9 @@ def cuda_flags(nvcc):
     known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
     wanted = re.findall(r"\d+", os.environ.get("KVPRIM_CUDA_ARCH", "80 90 100 120"))
     wanted = [arch for arch in wanted if "compute_" + arch in known]
+    if not wanted:
+        sys.exit(f"kvprim: KVPRIM_CUDA_ARCH={os.environ.get('KVPRIM_CUDA_ARCH')!r} names none of what {nvcc} knows: "
+                 + " ".join(known).replace("compute_", ""))
     return [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in wanted] + [
         f"-gencode=arch=compute_{wanted[-1]},code=compute_{wanted[-1]}"]
 
@@ -133,6 +136,9 @@ def build(package):
     """Builds the package in this folder."""
     if HEADERS is None:
         sys.exit(f"kvprim: no kvprim.h in {HERE}/../.. or {HERE}/include")
+    built = [os.path.join(package, name) for name in ("__init__.py", "include/kvprim.h")]
+    if os.path.exists(package) and not all(map(os.path.exists, built)):
+        sys.exit(f"kvprim: {package} is there, but no package that this has built: move it, or name another folder")
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(os.path.join(HERE, "kvprim"), package, ignore=shutil.ignore_patterns("__pycache__"))
     for folder, _, _ in os.walk(package):
@@ -163,14 +169,15 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
                            for text in [file.read()] for part in ("MAJOR", "MINOR", "PATCH"))
     tag = "cp310-abi3-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
     info, name, record = f"kvprim-{version}.dist-info", f"kvprim-{version}-{tag}.whl", []
-    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(os.path.join(wheel_directory, name), "w",
-                                                                   zipfile.ZIP_DEFLATED) as wheel:
+    with tempfile.TemporaryDirectory() as scratch:
+        build(os.path.join(scratch, "kvprim"))  # before there is a file that looks like a wheel
+        wheel = zipfile.ZipFile(os.path.join(wheel_directory, name), "w", zipfile.ZIP_DEFLATED)
+
         def add(path, data):
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             record.append(f"{path},sha256={digest},{len(data)}\n")
             wheel.writestr(path, data)
 
-        build(os.path.join(scratch, "kvprim"))
         for path in sorted(glob.glob(os.path.join(scratch, "kvprim/**"), recursive=True)):
             if os.path.isfile(path):
                 with open(path, "rb") as file:
@@ -179,6 +186,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
                                 "Requires-Python: >=3.10\nLicense: MIT\n".encode())
         add(info + "/WHEEL", f"Wheel-Version: 1.0\nGenerator: kvprim\nRoot-Is-Purelib: false\nTag: {tag}\n".encode())
         wheel.writestr(info + "/RECORD", "".join(record) + f"{info}/RECORD,,\n")
+        wheel.close()
     return name
 
 

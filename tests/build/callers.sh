@@ -347,6 +347,16 @@ installed()
     bare=$(echo "$PATH" | tr : '\n' | while read -r folder; do [ -e "$folder/nvcc" ] || printf '%s:' "$folder"; done)
 }
 
+# A folder of that name which is no package that was built here stays as it is.
+others_folder()
+{
+    mkdir -p "$build/clones/kvprim" && echo notes >"$build/clones/kvprim/notes" || return 1
+    if KVPRIM_CUDA_ARCH=none python3 examples/python/build_backend.py "$build/clones" 2>"$build/said"; then
+        return 1
+    fi
+    grep -q 'clones/kvprim is there, but no package' "$build/said" && [ "$(cat "$build/clones/kvprim/notes")" = notes ]
+}
+
 # The package for Python. What its tests lack, such as torch, they say themselves.
 package()
 {
@@ -357,6 +367,7 @@ package()
     fi
     export PYTHONDONTWRITEBYTECODE=1
     cell 'wheel of examples/python, installed' installed
+    cell 'examples/python, a folder that it did not build' others_folder
     for test in kvprim engines; do
         program "test_$test.py of examples/python, installed, on the CPU" env PATH="$bare" \
             "$build/venv/bin/python3" examples/python/tests/test_$test.py

@@ -289,6 +289,7 @@ static void test_unpack_counts()
     static const size_t counts[] = {1023, 2100, 9000, 100000};
     large_batches(&memory, counts, quick ? 2 : 4);
     uneven_batches(&memory);
+    empty_fragments(&memory);
     last_fragments(&memory);
     for (const launches_case &c : launches_cases)
         one_batch(&memory, &c.batch);

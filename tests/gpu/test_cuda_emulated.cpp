@@ -1089,7 +1089,22 @@ static void test_unpack_counts()
     static const size_t counts[] = {243, 244, 1023, 2100};
     large_batches(&memory, counts, sizeof counts / sizeof *counts);
     uneven_batches(&memory);
+    empty_fragments(&memory);
     last_fragments(&memory);
+}
+
+/* An empty fragment further away than any memory, where the caller does not know where a buffer ends. */
+static void test_unpack_far()
+{
+    unsigned char src[64], dst[64] = {}, expected[64] = {};
+    const uint64_t far = uint64_t(1) << 63;
+    const kvprim_fragment f[] = {{0, 0, 11}, {20, 20, 5}, {far, 13, 0}, {31, 40, 1}, {45, 44, 17}};
+    const kvprim_unpack_desc d = {src, far + 1, dst, sizeof dst, f, sizeof f / sizeof *f, 0};
+    fill(src, sizeof src);
+    kvprim_unpack_desc on_host = d;
+    on_host.dst = expected;
+    CHECK(kvprim_unpack(&on_host) == KVPRIM_OK && kvprim_cuda_unpack(&d, memory.launch) == KVPRIM_OK);
+    CHECK(memcmp(dst, expected, sizeof dst) == 0);
 }
 
 /* Whether a list's memory lies apart from itself and from the fragments, as KVPRIM_DEBUG has no use for it. */

@@ -280,6 +280,20 @@ static void uneven_batches(arena *a)
     }
 }
 
+/* So many empty ones at the end that a launch has no others. */
+static void empty_fragments(arena *a)
+{
+    std::vector<kvprim_fragment> f;
+    uint64_t at = 0;
+    for (size_t i = 0; i < 20000; i++) {
+        f.push_back({at, at, i >= 3000 ? 0 : i ? 16 * (1 + i * 7 % 64) : 100000});
+        at += f[i].bytes + 16;
+    }
+    placed_batch b = {std::move(f), nullptr, nullptr, at, at};
+    reserve_buffers(a, &b);
+    unpack_batch(a, b, "a launch of empty ones");
+}
+
 /* How many launches a batch takes: fragments per launch follow from the bytes that are stored of each. */
 struct launches_case {
     batch_case batch;

@@ -57,6 +57,7 @@ on_gpu("slots, then stores, then gathers, in graphs", test_slots_graphs);
 sampled("unpack, sizes x kinds x orders", test_unpack);
 sampled("unpack, lengths x alignments", test_unpack_lengths);
 sampled("unpack, counts", test_unpack_counts);
+emulated("unpack, an empty fragment far away", test_unpack_far);
 emulated("unpack, what the survey finds", test_surveys);
 emulated("unpack, numbers of launches", test_unpack_launches);
 sampled("unpack, max_sms, pdl", test_unpack_options);

@@ -38,7 +38,7 @@ PREFIX = {'kvprim_cuda.cuh': 'kvpc_', 'kvprim_nccl.h': 'kvpn_'}
 # that makes it lighter lowers them; one that needs more raises them, and its commit says what pays for that. Seconds
 # depend on the machine, so `make check` cannot hold them.
 Budget = collections.namedtuple('Budget', 'lines kernels kb')
-BUDGETS = {'kvprim.h': Budget(6146, 0, 0), 'kvprim_cuda.cuh': Budget(6665, 104, 800),
+BUDGETS = {'kvprim.h': Budget(6146, 0, 0), 'kvprim_cuda.cuh': Budget(6663, 104, 800),
            'kvprim_nccl.h': Budget(5464, 80, 1214)}
 
 Kernel = collections.namedtuple('Kernel', 'md5 bytes registers stack')

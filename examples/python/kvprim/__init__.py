@@ -403,12 +403,16 @@ def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, pa
         address, count, size, _ = kept = _integers("tokens", tokens)
     if not 0 <= seed < 1 << 64:
         raise RuntimeError(f"seed is {seed}, not 0 to 2^64 - 1")
-    parent, pieces = parent and _bytes("parent", parent), []
-    for place, data in sorted((extra or {}).items()):
+    parent, pieces = None if parent is None else _bytes("parent", parent), []
+    places = [(place if isinstance(place, tuple) else (place, 0), place) for place in extra or {}]
+    for at, place in sorted(places, key=lambda pair: pair[0]):
+        data = extra[place]
+        if len(at) != 2 or not all(0 <= number < 1 << 63 for number in at):
+            raise RuntimeError(f"extra has a key {place}, which is neither a block nor (block, token)")
         if isinstance(data, tuple):  # what pickle makes of it inside (parent, tokens, extra)
             data = pickle.dumps((bytes(32), (0,), data), 5)[50:-3]
         data = _bytes(f"extra[{place}]", data)
-        pieces.append(_KeyExtra(*(place if isinstance(place, tuple) else (place, 0)), data, len(data)))
+        pieces.append(_KeyExtra(*at, data, len(data)))
     desc = _KeysDesc(address, 1 if size == 4 else 2, KEY_RULES.index(rule) + 1, count, block, parent or None,
                      len(parent or b""), (_KeyExtra * max(len(pieces), 1))(*pieces), len(pieces), None, 0, seed,
                      bigrams, 0)

@@ -28,9 +28,9 @@ class FfiArguments final : public Arguments
     static Tensor tensor_of(const tvm::ffi::TensorView &view)
     {
         Tensor tensor;
-        tensor.data = view.data_ptr();
+        tensor.data = static_cast<char *>(view.data_ptr()) + view.byte_offset();
         tensor.set_sizes(view.ndim(), view.shape().data(), view.strides().data());
-        tensor.dtype = {view.dtype().code, view.dtype().bits};
+        tensor.set_dtype(view.dtype().code, view.dtype().bits, view.dtype().lanes);
         const auto type = view.device().device_type;
         tensor.device = type == kDLCUDA                         ? view.device().device_id
                         : type == kDLCPU || type == kDLCUDAHost ? CPU

@@ -67,6 +67,15 @@ struct Tensor {
         return dtype.bits / 8;
     }
 
+    // As DLPack says it: `lanes` numbers of `bits` are one element.
+    void set_dtype(uint8_t code, uint32_t bits, uint32_t lanes)
+    {
+        dtype = {code, static_cast<uint8_t>(bits * lanes)};
+        if (bits * lanes % 8 != 0 || bits * lanes > 128)
+            throw std::runtime_error("kvprim takes elements of 1 to 16 whole bytes, not " + std::to_string(lanes) +
+                                     " x " + std::to_string(bits) + " bits");
+    }
+
     void set_sizes(int64_t n, const int64_t *sizes, const int64_t *strides)
     {
         if (n > most)
@@ -609,6 +618,8 @@ void set_scale_cache(kvprim_format &format, const Call &call, const char *name, 
         std::find_if(std::begin(types), end, [&](const auto &one) { return one.first == scales.dtype; });
     EXPECT(type != end, name, " is ", scales.dtype, ", not float32", few_bits ? ", float8_e4m3fn, float16" : "",
            " or float8_e8m0fnu");
+    if (table.rows == 0)
+        return; // an empty cache: no page says how many rows it has
     const Shape shape(name, scales, layout);
     const int64_t begin = layout == Layout::rows ? 1 : 2, size = scales.itemsize();
     const bool in_heads = begin == 2 && shape.dims == 4;
@@ -1221,16 +1232,16 @@ const void *tokens_wanted(const Call &call, const char *name, const Tensor &tens
                           kvprim_index_type &type, int64_t &each, int64_t &stride)
 {
     call.takes(name, tensor);
-    const int64_t d = tensor.dims - 1;
+    const int64_t d = tensor.dims - 1, r = d == 2 && tensor.size[1] > 1; // rows follow each other along r
     EXPECT(tensor.dtype == INT32 || tensor.dtype == INT64, name, " is ", tensor.dtype, ", not int32 or int64");
     EXPECT((d == 1 || d == 2) && tensor.size[0] == count, name, " has shape ", sizes_of(tensor), ", not [", count,
            ", tokens] or [", count, ", steps, tokens], as state says");
-    EXPECT((tensor.size[d] <= 1 || tensor.stride[d] == 1) && (tensor.size[d - 1] <= 1 || tensor.stride[d - 1] > 0) &&
-               (d == 1 || count <= 1 || tensor.stride[0] == tensor.size[1] * tensor.stride[1]),
+    EXPECT((tensor.size[d] <= 1 || tensor.stride[d] == 1) && (tensor.size[r] <= 1 || tensor.stride[r] > 0) &&
+               (r == 0 || count <= 1 || tensor.stride[0] == tensor.size[1] * tensor.stride[1]),
            name, " has strides ", strides_of(tensor), ": a row must be packed, and rows at one distance");
     const kvprim_index_type own = tensor.dtype == INT32 ? KVPRIM_I32 : KVPRIM_I64;
     EXPECT(type == 0 || type == own, name, " is ", tensor.dtype, ", but wanted is not");
-    type = own, each = tensor.size[d], stride = tensor.size[d - 1] > 1 ? tensor.stride[d - 1] : 0;
+    type = own, each = tensor.size[d], stride = tensor.size[r] > 1 ? tensor.stride[r] : 0;
     return tensor.data;
 }
 

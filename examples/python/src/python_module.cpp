@@ -83,7 +83,7 @@ class PythonArguments final : public Arguments
             throw UseDispatcher();
         tensor.data = static_cast<char *>(dl.data) + dl.byte_offset;
         tensor.set_sizes(dl.ndim, dl.shape, dl.strides);
-        tensor.dtype = dl.dtype;
+        tensor.set_dtype(dl.dtype.code, dl.dtype.bits, dl.lanes);
         tensor.device = dl.device_type == DL_CUDA ? dl.device_id : dl.device_type == DL_CPU ? CPU : NO_DEVICE;
     }
 

@@ -9,6 +9,7 @@ torch, prefixes of lists and arrays, and with numpy and TVM-FFI each operator on
 """
 import array
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import os
@@ -572,6 +573,10 @@ def fetches(device):
     planned = ops.FetchSet(4, hot_rows, tokens, 24, device)
     planned.fetch(on(0), on(5, 9).view(1, 2), alone, host_rows=rows)
     assert alone.tolist() == [[0, 1]], "a plan alone"
+    wide, plan = torch.arange(16, dtype=torch.int32, device=device).view(2, 1, 8), [on(*range(8)) for _ in "sd"]
+    planned.fetch(on(2, 3), wide[:, :, :4], torch.zeros_like(wide[:, 0, :4]), host_rows=rows, plan_src=plan[0],
+                  plan_dst=plan[1])
+    assert plan[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11], "a part of one step's tokens"
     fetch = sets.fetch
     refused("out of range", ops.FetchSet, 4, 0, tokens, 24, device)
     refused("state is 4", sets.reset, 4)
@@ -1202,7 +1207,35 @@ def block_keys(device):
     refused("seed is 18446744073709551616, ", ops.keys, tokens, 16, "dynamo", seed=1 << 64)
     refused("parent is '", ops.keys, tokens, 16, "sglang", parent="ff" * 32)
     refused("extra[0] is 'a', not bytes", ops.keys, tokens, 16, "vllm_sha256", extra={0: "a"})
+    refused("extra has a key 18446744073709551616", ops.keys, tokens, 16, "vllm_sha256", extra={1 << 64: b"N"})
     refused("tokens is an array of 'd'", ops.keys, array.array("d", tokens), 16, "sglang")
+
+
+class OfDLPack:
+    """What numpy does not make: several numbers in an element, and data that begins at an offset."""
+    def __init__(self, array, code, bits, lanes, elements, offset):
+        self.sizes, self.array = (ctypes.c_int64 * 2)(elements, 1), array
+        at = ctypes.addressof(self.sizes)
+        self.tensor = struct.pack("<QiiiBBHQQQQQ", array.ctypes.data - offset, 1, 0, 1, code, bits, lanes, at, at + 8,
+                                  offset, 0, 0)
+
+    def __dlpack__(self, **_):
+        capsule = ctypes.pythonapi.PyCapsule_New
+        capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+        return capsule(self.tensor, b"dltensor", None)
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+def ffi_elements(device):
+    source, out = numpy.arange(1, 65, dtype=numpy.uint8), numpy.zeros(64, dtype=numpy.uint8)
+    for code, bits, lanes, elements in ((17, 4, 2, 64), (2, 32, 4, 4), (1, 8, 1, 64)):
+        out[:], kept = 0, [OfDLPack(one, code, bits, lanes, elements, at) for one, at in ((out, 0), (source, 48))]
+        ffi.copy([tvm_ffi.from_dlpack(kept[0])], [tvm_ffi.from_dlpack(kept[1])])
+        assert (out == source).all(), f"{lanes} x {bits} bits"
+    half = OfDLPack(out, 17, 4, 1, 64, 0)
+    refused("not 1 x 4 bits", lambda: ffi.copy([tvm_ffi.from_dlpack(half)], [tvm_ffi.from_dlpack(half)]))
 
 
 def ffi_operators(device):
@@ -1302,7 +1335,7 @@ def run_tests():
     of_graphs, on_gpu = (opchecks, compiles, one_pool), (graphs, pinned_temporaries, streams, devices)
     runs, skipped = [("lists and arrays", (prefixes, no_tensors, block_keys), None)], 0
     if numpy and tvm_ffi:
-        runs += [("TVM-FFI", (ffi_operators,), None)]
+        runs += [("TVM-FFI", (ffi_operators, ffi_elements), None)]
     else:
         print("skip TVM-FFI: python3 has no numpy or no tvm_ffi, or kvprim was built without it")
         skipped += 1
