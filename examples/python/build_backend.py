@@ -2,7 +2,8 @@
 """Builds the package: `pip install examples/python`, `make wheel`, or by itself:
 
     python3 build_backend.py [FOLDER]       the package in FOLDER/kvprim (default: build/python at the top), which may
-                                            be copied, and is found by PYTHONPATH=FOLDER
+                                            be copied, and is found by PYTHONPATH=FOLDER. One that is there is
+                                            replaced; any other folder of that name stays, and is an error
 
 Needs a C and a C++ compiler, Python's headers and, for GPUs, nvcc; and, for the operators that use them, the headers of
 torch 2.10 or newer (any one serves them all), of TVM-FFI (apache-tvm-ffi) and of NCCL 2.19 or newer (the collectives).
@@ -69,10 +70,10 @@ def cuda_flags(nvcc):
     if os.environ.get("KVPRIM_CUDA_ARCH") == "native":
         return ["-arch=native"]
     known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
-    wanted = re.findall(r"\d+", os.environ.get("KVPRIM_CUDA_ARCH", "80 90 100 120"))
-    wanted = [arch for arch in wanted if "compute_" + arch in known]
+    named = os.environ.get("KVPRIM_CUDA_ARCH", "80 90 100 120")
+    wanted = [arch for arch in re.findall(r"\d+", named) if "compute_" + arch in known]
     if not wanted:
-        sys.exit(f"kvprim: KVPRIM_CUDA_ARCH={os.environ.get('KVPRIM_CUDA_ARCH')!r} names none of what {nvcc} knows: "
+        sys.exit(f"kvprim: KVPRIM_CUDA_ARCH={named!r} names none of what {nvcc} knows: "
                  + " ".join(known).replace("compute_", ""))
     return [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in wanted] + [
         f"-gencode=arch=compute_{wanted[-1]},code=compute_{wanted[-1]}"]
@@ -137,8 +138,10 @@ def build(package):
     if HEADERS is None:
         sys.exit(f"kvprim: no kvprim.h in {HERE}/../.. or {HERE}/include")
     built = [os.path.join(package, name) for name in ("__init__.py", "include/kvprim.h")]
-    if os.path.exists(package) and not all(map(os.path.exists, built)):
+    if os.path.exists(package) and os.listdir(package) and not all(map(os.path.exists, built)):
         sys.exit(f"kvprim: {package} is there, but no package that this has built: move it, or name another folder")
+    if os.environ.get("KVPRIM_CUDA_ARCH") != "none" and find_nvcc():
+        cuda_flags(find_nvcc())  # if these are wrong, the package of before stays
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(os.path.join(HERE, "kvprim"), package, ignore=shutil.ignore_patterns("__pycache__"))
     for folder, _, _ in os.walk(package):
@@ -170,8 +173,9 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     tag = "cp310-abi3-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
     info, name, record = f"kvprim-{version}.dist-info", f"kvprim-{version}-{tag}.whl", []
     with tempfile.TemporaryDirectory() as scratch:
-        build(os.path.join(scratch, "kvprim"))  # before there is a file that looks like a wheel
-        wheel = zipfile.ZipFile(os.path.join(wheel_directory, name), "w", zipfile.ZIP_DEFLATED)
+        build(os.path.join(scratch, "kvprim"))
+        made = os.path.join(scratch, name)  # only a whole one gets to where wheels are looked for
+        wheel = zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED)
 
         def add(path, data):
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
@@ -187,6 +191,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         add(info + "/WHEEL", f"Wheel-Version: 1.0\nGenerator: kvprim\nRoot-Is-Purelib: false\nTag: {tag}\n".encode())
         wheel.writestr(info + "/RECORD", "".join(record) + f"{info}/RECORD,,\n")
         wheel.close()
+        shutil.move(made, os.path.join(wheel_directory, name))
     return name
 
 

@@ -405,10 +405,11 @@ def keys(tokens, block, rule, parent=None, extra=None, seed=0, bigrams=False, pa
         raise RuntimeError(f"seed is {seed}, not 0 to 2^64 - 1")
     parent, pieces = None if parent is None else _bytes("parent", parent), []
     places = [(place if isinstance(place, tuple) else (place, 0), place) for place in extra or {}]
+    for at, place in places:
+        if len(at) != 2 or not all(hasattr(number, "__index__") and 0 <= number < 1 << 63 for number in at):
+            raise RuntimeError(f"extra has a key {place!r}, which is neither a block nor (block, token)")
     for at, place in sorted(places, key=lambda pair: pair[0]):
         data = extra[place]
-        if len(at) != 2 or not all(0 <= number < 1 << 63 for number in at):
-            raise RuntimeError(f"extra has a key {place}, which is neither a block nor (block, token)")
         if isinstance(data, tuple):  # what pickle makes of it inside (parent, tokens, extra)
             data = pickle.dumps((bytes(32), (0,), data), 5)[50:-3]
         data = _bytes(f"extra[{place}]", data)

@@ -67,11 +67,13 @@ struct Tensor {
         return dtype.bits / 8;
     }
 
-    // As DLPack says it: `lanes` numbers of `bits` are one element.
+    // As DLPack says it: an element is `lanes` numbers of `bits`. Vectors are only copied: no operation takes them for
+    // numbers of as many bits.
     void set_dtype(uint8_t code, uint32_t bits, uint32_t lanes)
     {
-        dtype = {code, static_cast<uint8_t>(bits * lanes)};
-        if (bits * lanes % 8 != 0 || bits * lanes > 128)
+        constexpr uint8_t opaque = 3;
+        dtype = {lanes > 1 ? opaque : code, static_cast<uint8_t>(bits * lanes)};
+        if (bits * lanes == 0 || bits * lanes % 8 != 0 || bits * lanes > 128)
             throw std::runtime_error("kvprim takes elements of 1 to 16 whole bytes, not " + std::to_string(lanes) +
                                      " x " + std::to_string(bits) + " bits");
     }
@@ -618,8 +620,11 @@ void set_scale_cache(kvprim_format &format, const Call &call, const char *name, 
         std::find_if(std::begin(types), end, [&](const auto &one) { return one.first == scales.dtype; });
     EXPECT(type != end, name, " is ", scales.dtype, ", not float32", few_bits ? ", float8_e4m3fn, float16" : "",
            " or float8_e8m0fnu");
-    if (table.rows == 0)
-        return; // an empty cache: no page says how many rows it has
+    if (table.rows == 0) { // an empty cache says nothing of its pages, and has no rows to convert
+        kvprim_format plain = {};
+        plain.dtype = format.dtype, plain.nans = format.nans, format = plain;
+        return;
+    }
     const Shape shape(name, scales, layout);
     const int64_t begin = layout == Layout::rows ? 1 : 2, size = scales.itemsize();
     const bool in_heads = begin == 2 && shape.dims == 4;
@@ -790,12 +795,12 @@ void gather(Arguments &a)
         formats[0] = format_of("out", out, "auto"), formats[1] = format_of("src", src, cache_dtype);
         formats[1].scale_inverse = 0;
         EXPECT(scale || !formats[1].scale_min, cache_dtype, " needs scale, the scale cache");
+        if (tensor_scale)
+            set_tensor_scale(formats[1], call, "tensor_scale", *tensor_scale);
         if (scale && scale->dims < 2)
             set_scale(formats[1], call, "scale", *scale, from.elements);
         else if (scale)
             set_scale_cache(formats[1], call, "scale", *scale, layout, desc.src, from.elements);
-        if (tensor_scale)
-            set_tensor_scale(formats[1], call, "tensor_scale", *tensor_scale);
         desc.dst.format = &formats[0], desc.src.format = &formats[1];
     }
     if (keep_padding)
@@ -1232,7 +1237,7 @@ const void *tokens_wanted(const Call &call, const char *name, const Tensor &tens
                           kvprim_index_type &type, int64_t &each, int64_t &stride)
 {
     call.takes(name, tensor);
-    const int64_t d = tensor.dims - 1, r = d == 2 && tensor.size[1] > 1; // rows follow each other along r
+    const int64_t d = tensor.dims - 1, r = d == 2 && tensor.size[1] > 1 ? 1 : 0; // leads from row to row
     EXPECT(tensor.dtype == INT32 || tensor.dtype == INT64, name, " is ", tensor.dtype, ", not int32 or int64");
     EXPECT((d == 1 || d == 2) && tensor.size[0] == count, name, " has shape ", sizes_of(tensor), ", not [", count,
            ", tokens] or [", count, ", steps, tokens], as state says");

@@ -1208,6 +1208,7 @@ def block_keys(device):
     refused("parent is '", ops.keys, tokens, 16, "sglang", parent="ff" * 32)
     refused("extra[0] is 'a', not bytes", ops.keys, tokens, 16, "vllm_sha256", extra={0: "a"})
     refused("extra has a key 18446744073709551616", ops.keys, tokens, 16, "vllm_sha256", extra={1 << 64: b"N"})
+    refused("extra has a key 'x'", ops.keys, tokens, 16, "vllm_sha256", extra={1: b"N", "x": b"N"})
     refused("tokens is an array of 'd'", ops.keys, array.array("d", tokens), 16, "sglang")
 
 
@@ -1234,8 +1235,20 @@ def ffi_elements(device):
         out[:], kept = 0, [OfDLPack(one, code, bits, lanes, elements, at) for one, at in ((out, 0), (source, 48))]
         ffi.copy([tvm_ffi.from_dlpack(kept[0])], [tvm_ffi.from_dlpack(kept[1])])
         assert (out == source).all(), f"{lanes} x {bits} bits"
-    half = OfDLPack(out, 17, 4, 1, 64, 0)
-    refused("not 1 x 4 bits", lambda: ffi.copy([tvm_ffi.from_dlpack(half)], [tvm_ffi.from_dlpack(half)]))
+    for bits, lanes in (4, 1), (8, 0):
+        few = OfDLPack(out, 17, bits, lanes, 64, 0)
+        refused(f"not {lanes} x {bits} bits", lambda: ffi.copy([tvm_ffi.from_dlpack(few)], [tvm_ffi.from_dlpack(few)]))
+    index, cache = OfDLPack(out, 0, 8, 4, 4, 0), tvm_ffi.from_dlpack(source.reshape(16, 1, 4))
+    refused("index is opaque32", lambda: ffi.gather(
+        tvm_ffi.from_dlpack(out.reshape(16, 1, 4)), cache, tvm_ffi.from_dlpack(index), "rows", "auto", None, 0, False,
+        None, False, None))
+    rows, none = numpy.ones((2, 1, 4), dtype=numpy.float32), (None,) * 2
+    for dtype in ("fp8", "fp8_per_token_head"):
+        of = [tvm_ffi.from_dlpack(one) for one in (
+            rows, numpy.zeros((0, 4, 1, 4), dtype=numpy.uint8), numpy.zeros(2, dtype=numpy.int32),
+            numpy.zeros((0, 4, 1), dtype=numpy.float32))]
+        ffi.store(of[0], None, of[1], None, of[2], "NHD", dtype, *none, None, of[3], None, False, False, 0.0, None, 0,
+                  None, False)
 
 
 def ffi_operators(device):
