@@ -777,8 +777,8 @@ SANITIZED = ('sums, sizes x', 'inside the buffer', 'gathers of', 'exchanges in c
 def sanitize_collectives():
     """For tests/nccl/nccl.sh, which builds the program and keeps what is printed. The ranks share a GPU, without NCCL:
     2, 4 and 8 of them have kernels of their own. One tool at a time: beside the others, racecheck stood still (CUDA
-    13.0, H200). initcheck waits for a stream at each copy, and holds a lock that other ranks' copies take: behind a
-    kernel of another communicator, which waits for these ranks, it would wait for ever."""
+    13.0, H200). initcheck waits for a stream at each copy, and holds a lock that other ranks' copies take: for one that
+    follows a kernel of another communicator, which waits for these ranks, it would wait for ever."""
     wrong = False
     for check in SANITIZERS:
         tests = [test for test in SANITIZED if check != 'initcheck' or test != TWO_AT_A_TIME]

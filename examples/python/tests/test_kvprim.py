@@ -1242,13 +1242,12 @@ def ffi_elements(device):
     refused("index is opaque32", lambda: ffi.gather(
         tvm_ffi.from_dlpack(out.reshape(16, 1, 4)), cache, tvm_ffi.from_dlpack(index), "rows", "auto", None, 0, False,
         None, False, None))
-    rows, none = numpy.ones((2, 1, 4), dtype=numpy.float32), (None,) * 2
     for dtype in ("fp8", "fp8_per_token_head"):
-        of = [tvm_ffi.from_dlpack(one) for one in (
-            rows, numpy.zeros((0, 4, 1, 4), dtype=numpy.uint8), numpy.zeros(2, dtype=numpy.int32),
-            numpy.zeros((0, 4, 1), dtype=numpy.float32))]
-        ffi.store(of[0], None, of[1], None, of[2], "NHD", dtype, *none, None, of[3], None, False, False, 0.0, None, 0,
-                  None, False)
+        rows, cache, slot, scales = (tvm_ffi.from_dlpack(one) for one in (
+            numpy.ones((2, 1, 4), dtype=numpy.float32), numpy.zeros((0, 4, 1, 4), dtype=numpy.uint8),
+            numpy.zeros(2, dtype=numpy.int32), numpy.zeros((0, 4, 1), dtype=numpy.float32)))
+        ffi.store(rows, None, cache, None, slot, "NHD", dtype, None, None, None, scales, None, False, False, 0.0, None,
+                  0, None, False)
 
 
 def ffi_operators(device):
